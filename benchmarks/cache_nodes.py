@@ -11,13 +11,12 @@ ends on rank 0 beside one that ends everywhere, on all processes, and their time
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import statistics
-import time
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
+import harness
 import numpy as np
 
 import treeattn
@@ -25,28 +24,19 @@ from treeattn import cache_nodes, communicators
 from treeattn.study import environment
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+SHAPE: dict[str, Any] = {"kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--tokens", default="1024,4096,16384")
-    options.add_argument("--blocks", type=int, default=12)
-    options.add_argument("--steps", type=int, default=40)
-    options.add_argument("--json", type=Path)
-    asked = options.parse_args()
+    asked = harness.options(__doc__, tokens=(1024, 4096, 16384), blocks=12, steps=40)
     world = communicators.world()
-    everyone = [measure(world, int(tokens), asked) for tokens in asked.tokens.split(",")]
+    everyone = [measure(world, tokens, asked) for tokens in asked.tokens]
     ends = reductions(world, asked)
     placed = environment.placement(world)
     if world.rank == 0:
-        facts: dict[str, Any] = {
-            "heads": HEADS,
-            "kv_heads": KV_HEADS,
-            "head_dim": HEAD_DIM,
-            "dtype": "float32",
-        }
-        facts |= {"nodes": world.size - 1, "steps": everyone, "reductions": ends, "ranks": placed}
-        facts |= {"software": environment.software()}
+        facts: dict[str, Any] = {"heads": HEADS, **SHAPE, "nodes": world.size - 1}
+        facts |= {"steps": everyone, "reductions": ends, "ranks": placed}
+        asked.write(facts | {"software": environment.software()})
         for row in everyone:
             for what in ("median", "fastest"):
                 alone, step, ratio = (row[what][name] for name in ("alone_us", "step_us", "ratio"))
@@ -54,8 +44,6 @@ def main() -> None:
         for output, row in ends.items():
             times = f"{row['us']:.1f} us, at best {row['fastest_us']:.1f}"
             print(f"{output:>10}: {row['messages']} messages, {times}")
-        if asked.json:
-            asked.json.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def measure(world: Any, tokens: int, asked: Any) -> dict[str, Any]:
@@ -90,19 +78,23 @@ def drawn(draw: Any, tokens: int, heads: int) -> Any:
 
 
 def decoder_alone(nodes: Any, tokens: int, steps: int, draw: Any) -> tuple[float, float]:
-    shape = {"kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
-    cache = treeattn.ShardedCache(nodes, capacity=tokens + steps + 1, **shape)
+    cache = treeattn.ShardedCache(nodes, capacity=tokens + steps + 1, **SHAPE)
     cache.append(drawn(draw, tokens, KV_HEADS), drawn(draw, tokens, KV_HEADS))
     q, k, v = drawn(draw, 1, HEADS), drawn(draw, 1, KV_HEADS), drawn(draw, 1, KV_HEADS)
-    with treeattn.Decoder(nodes, heads=HEADS, **shape) as decoder:
-        took = []
-        for _ in range(steps + 1):
-            began = time.perf_counter()
+    with treeattn.Decoder(nodes, heads=HEADS, **SHAPE) as decoder:
+
+        def step() -> None:
             cache.append(k, v)
             end = int(cache.lengths[0])
             decoder(q, cache.k[:, :end], cache.v[:, :end])
-            took.append(time.perf_counter() - began)
-    return statistics.median(took[1:]), min(took[1:])
+
+        return median_and_fastest(step, steps)
+
+
+def median_and_fastest(step: Callable[[], object], steps: int) -> tuple[float, float]:
+    """Seconds, after a step that warms up."""
+    took = harness.timed({"step": step}, steps, warm=1)["step"]
+    return statistics.median(took), min(took)
 
 
 def node_steps(world: Any, tokens: int, steps: int, draw: Any) -> tuple[float, float]:
@@ -110,34 +102,26 @@ def node_steps(world: Any, tokens: int, steps: int, draw: Any) -> tuple[float, f
         cache_nodes.serve(world)
         return 0.0, 0.0
     with cache_nodes.connect(world) as nodes:
-        cache = nodes.cache(
-            layers=1, kv_heads=KV_HEADS, head_dim=HEAD_DIM, dtype="float32", capacity=tokens + 600
-        )
+        cache = nodes.cache(layers=1, **SHAPE, capacity=tokens + 600)
         while cache.totals[0, 0] < tokens:
             chunk = min(512, tokens - int(cache.totals[0, 0]))
             cache.append(0, drawn(draw, chunk, KV_HEADS), drawn(draw, chunk, KV_HEADS))
         q, k, v = drawn(draw, 1, HEADS), drawn(draw, 1, KV_HEADS), drawn(draw, 1, KV_HEADS)
-        took = []
-        for _ in range(steps + 1):
-            began = time.perf_counter()
-            cache.step(0, q, k, v)
-            took.append(time.perf_counter() - began)
-    return statistics.median(took[1:]), min(took[1:])
+        return median_and_fastest(lambda: cache.step(0, q, k, v), steps)
 
 
 def reductions(world: Any, asked: Any) -> dict[str, Any]:
     """Of the partials of one query, without tokens: messages, and how long rank 0 takes."""
-    shape = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
     how = {out: treeattn.Reduction("binary_tree", output=out) for out in ("replicated", "root")}
-    decoders = {out: treeattn.Decoder(world, scheme=one, **shape) for out, one in how.items()}
+    decoders = {out: treeattn.Decoder(world, heads=HEADS, scheme=one, **SHAPE) for out, one in how.items()}
     q, none = np.ones((1, 1, HEADS, HEAD_DIM), np.float32), np.ones((1, 0, KV_HEADS, HEAD_DIM), np.float32)
-    times: dict[str, list[float]] = {out: [] for out in how}
-    for _ in range(10 * asked.steps):
-        for out, decoder in decoders.items():
-            world.barrier()
-            began = time.perf_counter()
-            decoder(q, none, none)
-            times[out].append(time.perf_counter() - began)
+
+    def step(decoder: treeattn.Decoder) -> float:
+        world.barrier()
+        return harness.seconds(lambda: decoder(q, none, none))
+
+    steps = {out: functools.partial(step, decoder) for out, decoder in decoders.items()}
+    times = harness.in_turn(steps, 10 * asked.steps)
     sent = {out: sum(map(len, world.allgather(decoder.sent))) for out, decoder in decoders.items()}
     for decoder in decoders.values():
         decoder.close()

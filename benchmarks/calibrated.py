@@ -14,13 +14,13 @@ Left in FOLDER: cluster.toml, compare.jsonl.xz, calibrated.json, predicted-*.png
 
 from __future__ import annotations
 
-import argparse
-import json
 import lzma
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import harness
 
 from treeattn.cli import compare_table
 from treeattn.cli.compare_table import pairs
@@ -94,14 +94,15 @@ def judged(folder: Path, ranks: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=Path("calibrated"), metavar="FOLDER")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each point of the comparison")
-    parser.add_argument("--repetitions", type=int, default=6)
-    parser.add_argument("--again", action="store_true", help="only judge what FOLDER holds")
-    parser.add_argument("--note", default="", help="how quiet the machine was")
-    options = parser.parse_args()
+    options = harness.options(
+        __doc__,
+        ranks=8,
+        out={"type": Path, "default": Path("calibrated"), "metavar": "FOLDER"},
+        seconds={"type": float, "default": 1.0, "help": "for each point of the comparison"},
+        repetitions=6,
+        again={"action": "store_true", "help": "only judge what FOLDER holds"},
+        note={"default": "", "help": "how quiet the machine was"},
+    )
     assert not {*HEADS} & {*RECORDS}, "a size was calibrated with"
     schemes = dict.fromkeys(select(name).text for name in (*names("schedule"), *candidates(options.ranks)))
     load = os.getloadavg()
@@ -112,7 +113,7 @@ def main() -> None:
         **environment.software(), "cpu": environment.cpu_name(), "cores": os.cpu_count(),
         "load_before": load, "note": options.note, "ranks": options.ranks, **found,
     }  # fmt: skip
-    (options.out / "calibrated.json").write_text(json.dumps(facts, indent=1) + "\n")
+    harness.writer(options.out / "calibrated.json")(facts)
     print(
         f"median error {found['median_error']:.0%} (goal {GOAL_ERROR:.0%}), "
         f"90 % within {found['p90_error']:.0%}, {found['in_interval']:.0%} in their intervals, "

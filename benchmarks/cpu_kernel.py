@@ -7,15 +7,10 @@ call included.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
+import harness
 import ml_dtypes
 import numpy as np
 
@@ -27,13 +22,7 @@ from treeattn.study.roofline import cpu as roofline
 
 
 def best_microseconds(run: Any, calls: int, repeats: int = 500) -> float:
-    best = float("inf")
-    for _ in range(repeats):
-        start = time.perf_counter()
-        for _ in range(calls):
-            run()
-        best = min(best, (time.perf_counter() - start) / calls)
-    return best * 1e6
+    return min(harness.seconds(run, calls) for _ in range(repeats)) * 1e6
 
 
 def small_calls() -> dict[str, float]:
@@ -65,20 +54,6 @@ def one_isa(repeats: int, threads: list[int]) -> dict[str, Any]:
     }
 
 
-def every_isa(repeats: int, threads: list[int]) -> list[dict[str, Any]]:
-    """`one_isa` in a process for each instruction set that runs here."""
-    results = []
-    for isa in compile.available_isas():
-        command = [sys.executable, __file__, "--one", "--repeats", str(repeats)]
-        command += ["--threads", *map(str, threads)]
-        output = subprocess.run(
-            command, env={**os.environ, "TREEATTN_ISA": isa}, capture_output=True, text=True, check=True
-        )
-        results.append(json.loads(output.stdout))
-        show(results[-1])
-    return results
-
-
 def show(result: dict[str, Any]) -> None:
     print(f"{result['isa']}: one core reads {result['roofline']['read_rate_gb_s']:.1f} GB/s")
     for row in result["roofline"]["rows"]:
@@ -92,25 +67,17 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--threads", type=int, nargs="+", default=[1], help="more needs an idle machine")
-    parser.add_argument("--one", action="store_true", help="this process's instruction set only, as JSON")
-    options = parser.parse_args()
+    threads = {"type": int, "nargs": "+", "default": [1], "help": "more needs an idle machine"}
+    options = harness.options(__doc__, repeats=15, threads=threads, one=False)
     if options.one:
         print(json.dumps(one_isa(options.repeats, options.threads)))
         return
-    software = environment.software()
-    results = every_isa(options.repeats, options.threads)
-    if options.json:
-        machine = {
-            "cpu": environment.cpu_name(),
-            "cores": len(os.sched_getaffinity(0)),
-            "load": os.getloadavg(),
-        }
-        text = json.dumps({"software": software, "machine": machine, "results": results}, indent=1)
-        options.json.write_text(text + "\n")
+    software, results = environment.software(), []
+    words = ("--repeats", options.repeats, "--threads", *options.threads)
+    for result in harness.of_each_isa(compile.available_isas(), *words):
+        show(result)
+        results.append(result)
+    options.write({"software": software, "machine": harness.machine(), "results": results})
 
 
 if __name__ == "__main__":

@@ -9,25 +9,12 @@ the goal for `ShardedCache.append`, which this process alone makes in 30 layers.
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
-from pathlib import Path
-
+import harness
 import numpy as np
 
 import treeattn
 from treeattn import communicators
 from treeattn.backends import cpu
-from treeattn.study import environment
-
-
-def microseconds(run, iterations: int = 2000) -> float:
-    began = time.perf_counter()
-    for _ in range(iterations):
-        run()
-    return (time.perf_counter() - began) / iterations * 1e6
 
 
 def tensors(decoder, q, k, v) -> dict:
@@ -55,17 +42,14 @@ def append(layers: int = 30, tokens: int = 2000) -> float:
         for layer in cache.layers:
             layer.append(new, new)
 
-    microseconds(token, tokens // 2)  # until its memory is there
-    cache.layers[0].rollback([0])
-    for layer in cache.layers[1:]:
+    harness.seconds(token, tokens // 2)  # until its memory is there
+    for layer in cache.layers:
         layer.rollback([0])
-    return microseconds(token, tokens // 2) / layers
+    return harness.seconds(token, tokens // 2) / layers * 1e6
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = harness.options(__doc__)
     draw = np.random.default_rng(0)
     q, k, v = (draw.random((1, n, 16, 128), np.float32) for n in (1, 8, 8))
     lengths = np.array([1])
@@ -101,19 +85,12 @@ def main() -> None:
             "causal, same arrays and lengths": lambda: causal(q, k, v, lengths, q_positions=last),
             **tensors(decoder, q, k, v),
         }
-        rows: dict[str, list[float]] = {name: [] for name in steps}
-        for _ in range(50):
-            for name, run in steps.items():
-                rows[name].append(microseconds(run))
-    medians = {name: statistics.median(values) for name, values in rows.items()}
+        medians = harness.medians(harness.timed(steps, 50, each=2000, scale=1e6))
     for name, value in medians.items():
         print(f"{name:38s} {value:7.2f} us, {value - medians['bare kernels']:6.2f} more than bare kernels")
     appended = append()
     print(f"ShardedCache.append {appended:.2f} us a layer and token")
-    if options.json:
-        facts = {"software": environment.software(), "cpu": environment.cpu_name(), "median_us": medians}
-        facts["append_us"] = appended
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    options.write(harness.source() | {"median_us": medians, "append_us": appended})
 
 
 if __name__ == "__main__":

@@ -9,13 +9,10 @@ schedule without copies stands beside: its ratio is 1 but for noise. Bytes: of a
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
-from pathlib import Path
+import functools
 from typing import Any
 
+import harness
 import numpy as np
 
 from treeattn import Decoder, communicators
@@ -26,28 +23,18 @@ HEADS, HEAD_DIM, TOKENS = 16, 128, 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--schemes", default="hierarchical,reduce_scatter_gather,binary_tree,recursive_doubling"
-    )
-    parser.add_argument("--batches", default="1,4,16,64")
-    parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    schemes = ("hierarchical", "reduce_scatter_gather", "binary_tree", "recursive_doubling")
+    options = harness.options(__doc__, schemes=schemes, batches=(1, 4, 16, 64), turns=12)
     world = communicators.world()
     rows = [
         measured(world, scheme, batch, options.turns)
-        for batch in map(int, options.batches.split(","))
-        for scheme in options.schemes.split(",")
+        for batch in options.batches
+        for scheme in options.schemes
     ]
     facts = {"rows": rows, "software": environment.software(), "machine": environment.machine(world)}
     if world.rank == 0:
-        for row in rows:
-            print(", ".join(f"{name} {value}" for name, value in row.items()))
-        if options.json:
-            options.json.write_text(json.dumps(facts, indent=1) + "\n")
+        harness.show(rows)
+        options.write(facts)
 
 
 def measured(world: Any, scheme: str, batch: int, turns: int) -> dict[str, Any]:
@@ -55,19 +42,18 @@ def measured(world: Any, scheme: str, batch: int, turns: int) -> dict[str, Any]:
     draw = np.random.default_rng(world.rank)
     q, k, v = (draw.standard_normal((batch, n, HEADS, HEAD_DIM), np.float32) for n in (1, TOKENS, TOKENS))
     decoders = [decoder(world, scheme, batch, light) for light in (False, True)]
-    times: list[list[float]] = [[], []]
-    for _ in range(turns):
-        for one, took in zip(decoders, times, strict=True):
-            one(q, k, v)
-            world.barrier()
-            began = time.perf_counter()
-            for _ in range(4):
-                one(q, k, v)
-            took.append(max(world.allgather(time.perf_counter() - began)) / 4 * 1e6)
+
+    def step(one: Decoder) -> float:
+        one(q, k, v)
+        return harness.of_slowest(world, lambda: one(q, k, v), 4) * 1e6
+
+    times = harness.in_turn(
+        {light: functools.partial(step, one) for light, one in enumerate(decoders)}, turns
+    )
     sent = [sum(size for mine in world.allgather(one.sent) for _, size in mine) for one in decoders]
     for one in decoders:
         one.close()
-    records, results = map(statistics.median, times)
+    records, results = harness.medians(times).values()
     return {
         "ranks": world.size,
         "scheme": scheme,

@@ -6,19 +6,16 @@ fast as bfloat16. At four arithmetic binds. Types take turns: all meet the same 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import time
-from pathlib import Path
+import statistics
 from typing import Any
 
+import harness
 import ml_dtypes
 import numpy as np
 
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
-from treeattn.study import environment
 
 HEAD_DIM, TOKENS = 128, 65536
 TYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -42,12 +39,7 @@ def measure(rounds: int) -> list[dict[str, Any]]:
     rows = []
     for heads, kv_heads in HEADS:
         steps = {name: planned(name, heads, kv_heads) for name in TYPES}
-        times: dict[str, list[float]] = {name: [] for name in TYPES}
-        for _ in range(rounds):
-            for name, step in steps.items():
-                start = time.perf_counter()
-                step()
-                times[name].append(time.perf_counter() - start)
+        times = harness.timed(steps, rounds)
         for name in TYPES:
             faster = [slow / fast for slow, fast in zip(times["bfloat16"][1:], times[name][1:], strict=True)]
             rows.append(
@@ -56,31 +48,21 @@ def measure(rounds: int) -> list[dict[str, Any]]:
                     "group": heads // kv_heads,
                     "tokens": TOKENS,
                     "best_ms": round(1e3 * min(times[name]), 2),
-                    "median_ms": round(1e3 * float(np.median(times[name])), 2),
+                    "median_ms": round(1e3 * statistics.median(times[name]), 2),
                     "best_against_bfloat16": round(min(times["bfloat16"]) / min(times[name]), 2),
-                    "median_of_ratios": round(float(np.median(faster)), 2),
+                    "median_of_ratios": round(statistics.median(faster), 2),
                 }
             )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--rounds", type=int, default=25)
-    chosen = parser.parse_args()
-    results: dict[str, Any] = {
-        "software": environment.software(),
-        "cpu": environment.cpu_name(),
-        "builds": {},
-    }
+    options, builds = harness.options(__doc__, rounds=25), {}
     for isa in compile.available_isas()[:2]:
         os.environ["TREEATTN_ISA"] = isa
-        results["builds"][isa] = measure(chosen.rounds)
-        for row in results["builds"][isa]:
-            print(isa, *(f"{name}={value}" for name, value in row.items()))
-    if chosen.json:
-        chosen.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        builds[isa] = measure(options.rounds)
+        harness.show(builds[isa], f"{isa}: ")
+    options.write(harness.source() | {"builds": builds})
 
 
 if __name__ == "__main__":

@@ -9,20 +9,15 @@ all, is not in it (benchmarks/gpu_kernel.py has it).
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
+import itertools
 import time
-from pathlib import Path
 
+import harness
 import numpy as np
 
 from treeattn.backends import cuda
-from treeattn.files import output_writer
-from treeattn.study import environment
 
 TOKENS = 65536
-STEPS = 1000
 
 
 class NoDevice:
@@ -48,36 +43,26 @@ class NoDevice:
         assert isinstance(array, np.ndarray), name
 
 
-def microseconds(step, first: int) -> float:
-    began = time.process_time()
-    for tokens in range(first, first + STEPS):
-        step(tokens)
-    return (time.process_time() - began) / STEPS * 1e6
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    write = output_writer(options.json)
+    options = harness.options(__doc__)
     cache = np.zeros((2, 1, TOKENS, 8, 128), np.float16)
     q, lengths = np.zeros((1, 1, 32, 128), np.float16), np.array([TOKENS])
     planned = cuda.PlannedAttention(np.zeros((1, 32, 1, 130), np.float32), scale=0.1, runtime=NoDevice())
-    whole = tuple(cache)
+    whole, grown = tuple(cache), itertools.cycle(range(2, TOKENS))
+
+    def views() -> tuple:
+        n = next(grown)
+        return q[:], cache[0, :, :n], cache[1, :, :n]
+
     steps = {
-        "same arrays": lambda _: planned(q, *whole, lengths),
-        "new views of a growing cache": lambda n: planned(q[:], cache[0, :, :n], cache[1, :, :n], lengths),
-        "the views alone": lambda n: (q[:], cache[0, :, :n], cache[1, :, :n]),
+        "same arrays": lambda: planned(q, *whole, lengths),
+        "new views of a growing cache": lambda: planned(*views(), lengths),
+        "the views alone": views,
     }
-    rows = {name: [] for name in steps}
-    for turn in range(20):
-        for name, step in steps.items():
-            rows[name].append(microseconds(step, 2 + turn * STEPS))
-    medians = {name: statistics.median(values) for name, values in rows.items()}
+    medians = harness.medians(harness.timed(steps, 20, each=1000, scale=1e6, clock=time.process_time))
     for name, value in medians.items():
         print(f"{name:30s} {value:7.2f} us")
-    facts = {"software": environment.software(), "cpu": environment.cpu_name(), "median_us": medians}
-    write((json.dumps(facts, indent=1) + "\n").encode())
+    options.write(harness.source() | {"median_us": medians})
 
 
 if __name__ == "__main__":

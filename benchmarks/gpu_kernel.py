@@ -14,22 +14,18 @@ flash-attn. All read the same caches, each from a CUDA graph, in turn within one
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib
-import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 
 from treeattn.backends import cuda
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.errors import ArgumentError, BackendError
-from treeattn.files import output_writer
-from treeattn.study import environment
+from treeattn.errors import BackendError
 from treeattn.study.roofline import cuda as roofline_cuda
 from treeattn.study.roofline.cuda import HEAD_DIM
 
@@ -307,39 +303,28 @@ def problem_with(module: str) -> str | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--repeats", type=int, default=31)
-    parser.add_argument("--alone", action="store_true", help="compare with nothing, not even torch")
-    options = parser.parse_args()
-    try:
-        write = output_writer(options.json)  # before measuring
-    except ArgumentError as error:
-        sys.exit(f"gpu_kernel.py: {error}")
+    alone = {"action": "store_true", "help": "compare with nothing, not even torch"}
+    options = harness.options(__doc__, repeats=31, alone=alone)
     absent = {name: problem_with(name) for name in OTHERS} if not options.alone else dict.fromkeys(OTHERS, "")
     missing = [cupy_runtime.problem()]
     if absent["torch"]:
         missing.append(f"no torch to compare with ({absent['torch']}): pip install torch, or give --alone")
     if any(missing):
         sys.exit("\n".join(f"gpu_kernel.py: {line}" for line in missing if line))
-    from treeattn.backends.cuda.cupy_stopwatch import CupyStopwatch
-
-    software = environment.software()  # before measuring: it loads the MPI library, which may end the process
-    stopwatch = CupyStopwatch()
+    software, stopwatch = harness.gpu()
     present = [name for name in OTHERS if absent[name] is None]
     others = {name: functools.partial(captured_by_torch, OTHERS[name]) for name in present}
     versions = {name: getattr(sys.modules[name], "__version__", None) for name in present}
     facts = {"software": software, "others": versions, "not compared with": absent}
 
     def keep(results: dict[str, Any]) -> None:
-        text = json.dumps(facts | {"device": stopwatch.facts(), **results}, indent=1)
-        write(f"{text}\n".encode())
+        options.write(facts | {"device": stopwatch.facts(), **results})
 
     results = run(stopwatch, others, options.repeats, keep=keep)
     keep(results)
     said = [why for row in results["rows"] for why in row.get("problems", {}).values()]
     if any(why.startswith(_WRONG) for why in said):
-        sys.exit("gpu_kernel.py: two answers differ: see the problems of the rows")
+        harness.stop("two answers differ: see the problems of the rows")
 
 
 if __name__ == "__main__":

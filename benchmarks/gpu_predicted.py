@@ -15,17 +15,17 @@ step. The first GPU decides which was right.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import harness
+
 from treeattn import collectives
 from treeattn.backends.cuda import splits, variants
 from treeattn.collectives import program
 from treeattn.collectives.check import prove
-from treeattn.files import output_writer
 
 COSTS = Path(__file__).parents[1] / "tests" / "compile_matrix" / "costs.json"
 MULTIPROCESSORS, SHARED, CLOCK = 132, 227 << 10, 1.755e9
@@ -186,9 +186,7 @@ def reduced(scheme: str, links: Links) -> float:
 
 def main() -> None:
     """Print the table, or write it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write it here")
-    options = parser.parse_args()
+    options = harness.options(__doc__)
     costs = json.loads(COSTS.read_text())["90"]
     found: dict[str, Any] = {
         "source": "predicted, nothing of it measured",
@@ -208,7 +206,7 @@ def main() -> None:
         "what": f"64k tokens over {RANKS} GPUs, 32/8 heads: 8k each, all_gather_merge",
         "model": {name: round(time + reduction, 1) for name, time in shard["model"].items()},
     }
-    output_writer(options.json)((json.dumps(found, indent=1) + "\n").encode())
+    options.write(found)
     for row in (*found["rows"], *found["reductions"], found["step"]):
         print(row)
 

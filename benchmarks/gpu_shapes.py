@@ -8,24 +8,18 @@ Each row is written when it is there.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import harness
 import numpy as np
 
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 from treeattn.backends import cuda
-from treeattn.backends.cuda import cupy_runtime
-from treeattn.errors import BackendError, TreeattnError
-from treeattn.files import output_writer
-from treeattn.study import environment
+from treeattn.errors import BackendError
 from treeattn.study.roofline import cuda as roofline_cuda
 
 TOKENS, PAGE, NODES = 65536, 16, 64
@@ -182,25 +176,12 @@ def measure(stopwatch: Any, tokens: int, repeats: int, shapes: Any = SHAPES) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--tokens", type=int, default=TOKENS)
-    parser.add_argument("--repeats", type=int, default=11)
-    options = parser.parse_args()
-    try:
-        write = output_writer(options.json)  # before measuring
-    except TreeattnError as error:
-        sys.exit(f"gpu_shapes.py: {error}")
-    if problem := cupy_runtime.problem():
-        sys.exit(f"gpu_shapes.py: {problem}")
-    from treeattn.backends.cuda.cupy_stopwatch import CupyStopwatch
-
-    software = environment.software()  # before measuring: it loads the MPI library, which may end the process
-    stopwatch = CupyStopwatch()
+    options = harness.options(__doc__, tokens=TOKENS, repeats=11)
+    software, stopwatch = harness.gpu()
     facts: dict[str, Any] = {"software": software, "device": stopwatch.facts(), "rows": []}
     for row in measure(stopwatch, options.tokens, options.repeats):
         facts["rows"].append(row)
-        write(f"{json.dumps(facts, indent=1)}\n".encode())
+        options.write(facts)
         print(
             row.get("problem") or "{what}: {microseconds:.0f} us, {percent_of_copy_rate:.0f} %".format(**row)
         )

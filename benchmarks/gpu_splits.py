@@ -12,24 +12,21 @@ with the device and the date: --constants treeattn/backends/cuda/splits.json mak
 
 from __future__ import annotations
 
-import argparse
 import functools
 import itertools
 import json
-import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 
 from treeattn.backends import cuda
-from treeattn.backends.cuda import cupy_runtime, splits
+from treeattn.backends.cuda import splits
 from treeattn.backends.cuda.splits import Constants, Load
 from treeattn.errors import TreeattnError
-from treeattn.files import output_writer
-from treeattn.study import environment
 from treeattn.study.roofline import cuda as roofline_cuda
 from treeattn.study.roofline.cuda import HEAD_DIM
 
@@ -147,15 +144,14 @@ def judge(rows: Sequence[dict[str, Any]], constants: Constants) -> dict[str, flo
     }
 
 
-def constants_file(constants: Constants, device: str, date: str) -> bytes:
+def constants_file(constants: Constants, device: str, date: str) -> dict[str, Any]:
     """What `splits.shipped` reads."""
-    facts = {
+    return {
         "source": "measured by benchmarks/gpu_splits.py",
         "device": device,
         "date": date,
         "microseconds": {name: float(f"{value:.4g}") for name, value in constants._asdict().items()},
     }
-    return _json(facts)
 
 
 def measured_before(path: Path) -> dict[str, Any]:
@@ -171,42 +167,34 @@ def measured_before(path: Path) -> dict[str, Any]:
     return facts
 
 
-def measured_now(repeats: int, write: Callable[[bytes], object]) -> dict[str, Any]:
-    """write: is given what there is, as JSON, after each sweep: --fit takes that too."""
-    problem = cupy_runtime.problem()
-    if problem:
-        sys.exit(f"gpu_splits.py: {problem}")
-    from treeattn.backends.cuda.cupy_stopwatch import CupyStopwatch
-
-    software = environment.software()  # before measuring: it loads the MPI library, which may end the process
-    stopwatch = CupyStopwatch()
+def measured_now(repeats: int, write: Callable[[Any], object]) -> dict[str, Any]:
+    """write: is given what there is after each sweep: --fit takes that too."""
+    software, stopwatch = harness.gpu()
     date = datetime.now(timezone.utc).date().isoformat()
     facts = {"software": software, "device": stopwatch.facts(), "date": date}
-    rows = measure(stopwatch, repeats, keep=lambda found: write(_json(facts | {"rows": found})))
+    rows = measure(stopwatch, repeats, keep=lambda found: write(facts | {"rows": found}))
     return facts | {"rows": rows}
 
 
-def _json(facts: dict[str, Any]) -> bytes:
-    return (json.dumps(facts, indent=1) + "\n").encode()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write what was measured here, and the fit")
-    parser.add_argument("--constants", type=Path, help="write the fitted constants here")
-    parser.add_argument("--fit", type=Path, help="fit what an earlier --json wrote; nothing is measured")
-    parser.add_argument("--repeats", type=int, default=11)
-    options = parser.parse_args()
-    try:  # before measuring
-        write, write_constants = output_writer(options.json), output_writer(options.constants)
-        results = measured_before(options.fit) if options.fit else measured_now(options.repeats, write)
+    options = harness.options(
+        __doc__,
+        constants={"type": Path, "help": "write the fitted constants here"},
+        fit={"type": Path, "help": "fit what an earlier --json wrote; nothing is measured"},
+        repeats=11,
+    )
+    write_constants = harness.writer(options.constants)  # before measuring
+    try:
+        results = (
+            measured_before(options.fit) if options.fit else measured_now(options.repeats, options.write)
+        )
         rows, device, date = results["rows"], results["device"]["name"], results["date"]
         constants = fit(rows, splits.shipped())
     except (TreeattnError, OSError, ValueError, KeyError, TypeError) as error:
-        sys.exit(f"gpu_splits.py: {error!r}" if isinstance(error, KeyError) else f"gpu_splits.py: {error}")
+        harness.stop(repr(error) if isinstance(error, KeyError) else error)
     results |= {"constants": constants._asdict(), "fit": judge(rows, constants)}
     print(json.dumps({"constants": results["constants"], "fit": results["fit"]}, indent=1))
-    write(_json(results))
+    options.write(results)
     write_constants(constants_file(constants, device, date))
 
 

@@ -8,13 +8,12 @@ hold drawn keys and values; both take turns token by token, timed by the clock a
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import os
 import statistics
 import time
-from pathlib import Path
 
+import harness
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, DynamicCache
 from transformers.cache_utils import DynamicLayer
@@ -24,7 +23,6 @@ from transformers.masking_utils import sdpa_mask
 from treeattn import communicators, huggingface
 from treeattn.huggingface.attention import attention
 from treeattn.huggingface.layers import FullAttentionLayer, waiting
-from treeattn.study import environment
 
 spent: dict[str, list[float]] = {}
 
@@ -56,12 +54,7 @@ def filled(config, cache, tokens):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model")
-    parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = harness.options(__doc__, "model", tokens=4096, steps=30)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     AttentionInterface.register("treeattn", counted("attention", attention))
     AttentionInterface.register("plain", counted("attention", sdpa_attention_forward))
@@ -77,20 +70,21 @@ def main() -> None:
     if comm.size == 1:
         contenders["plain"] = filled(model.config, DynamicCache(config=model.config), options.tokens)
     token = dict.fromkeys(contenders, torch.tensor([[7]]))
-    rows = {name: [] for name in contenders}
+    said = {name: [] for name in contenders}
+
+    def step(name):
+        model.set_attn_implementation(name)
+        spent.clear()
+        logits = counted("token", model)(token[name], past_key_values=contenders[name]).logits
+        token[name] = logits[:, -1].argmax(-1)[:, None]
+        said[name].append(int(token[name]))
+        both = [sum(pair) for pair in zip(spent["attention"], spent["update"], strict=True)]
+        return *spent["token"], *both, *spent["update"]
+
     with torch.inference_mode():
-        for step in range(options.steps):
-            for name, cache in contenders.items():
-                model.set_attn_implementation(name)
-                spent.clear()
-                wall, processor = time.perf_counter(), time.process_time()
-                logits = model(token[name], past_key_values=cache).logits
-                whole = time.perf_counter() - wall, time.process_time() - processor
-                token[name] = logits[:, -1].argmax(-1)[:, None]
-                both = [sum(pair) for pair in zip(spent["attention"], spent["update"], strict=True)]
-                if step > 2:
-                    rows[name].append([*whole, *both, *spent["update"]])
-            assert len({int(one) for one in token.values()}) == 1
+        steps = {name: functools.partial(step, name) for name in contenders}
+        rows = harness.in_turn(steps, options.steps - 3, warm=3)
+    assert len({(*tokens,) for tokens in said.values()}) == 1
     names = ("token", "token_processor", "attention", "attention_processor", "update", "update_processor")
     found = {
         name: {
@@ -111,11 +105,8 @@ def main() -> None:
             ratio = statistics.median(ours[at] / its[at] for ours, its in pairs)
             found.setdefault("ratios", {})[what] = round(ratio, 3)
         print("treeattn / plain, median of pairs:", found["ratios"])
-    if options.json:
-        facts = {"software": environment.software(), "cpu": environment.cpu_name()}
-        facts |= {"ranks": comm.size, "tokens": options.tokens, "threads": torch.get_num_threads()}
-        facts |= {"load": os.getloadavg()[0], "found": found}
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    facts = {"ranks": comm.size, "tokens": options.tokens, "threads": torch.get_num_threads()}
+    options.write(harness.source() | facts | {"load": os.getloadavg()[0], "found": found})
 
 
 if __name__ == "__main__":

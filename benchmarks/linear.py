@@ -10,13 +10,12 @@ Goal: 85 percent of the read rate for 1 to 16 vectors.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import math
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 from mpi4py import MPI
 
@@ -25,7 +24,6 @@ from treeattn.backends.cpu.int8_rows import Int8Rows
 from treeattn.llama import Llama, Session
 from treeattn.llama.model import WEIGHT_DTYPES
 from treeattn.llama.tokenizer import Tokenizer
-from treeattn.study import environment
 from treeattn.study.roofline.cpu import DTYPES, Limits
 from treeattn.study.roofline.reading import seconds
 
@@ -93,23 +91,13 @@ def cost_in_logits(directory: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", type=Path)
-    parser.add_argument("--columns", type=int, default=576)
-    parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
-    facts: dict[str, Any] = {
-        "command": "python benchmarks/linear.py" + " --model DIR" * bool(options.model),
-        "software": {name: what for name, what in environment.software().items() if name != "command"},
-        "cpu": environment.cpu_name(),
-        "isa": compile.chosen_isa(),
-    }
+    options = harness.options(__doc__, model=Path, columns=576, repeats=40)
+    command = "python benchmarks/linear.py" + " --model DIR" * bool(options.model)
+    facts = harness.source(command) | {"isa": compile.chosen_isa()}
     facts["rows"] = product_rows(options.columns, options.repeats)
     if options.model:
         facts["logits"] = cost_in_logits(options.model)
-    if options.json:
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    options.write(facts)
 
 
 if __name__ == "__main__":

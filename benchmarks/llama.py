@@ -19,21 +19,21 @@ attention 3 times as fast by tree as by kv_ring; a rank's memory below its weigh
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 
 from treeattn import Decoder
 from treeattn.llama import read_config
-from treeattn.study import environment
 from treeattn.study.roofline.reading import fastest_reader
 
 HUGGING_FACE = """
@@ -142,13 +142,17 @@ def beside_others(options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.gguf:
         cases["llama.cpp, 2 threads"] = lambda: theirs(options, [*llama_cpp, "bfloat16"], 2)
         cases["llama.cpp, its file of 4 bits, 2 threads"] = lambda: theirs(options, [*llama_cpp, "4"], 2)
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in cases}
-    reading: dict[str, list[float]] = {"1 rank": [], "1 rank, weights in int8": []}
-    for _ in range(options.repeats):
-        for name, run in cases.items():
-            found[name].append(run())
-        for name, times in reading.items():
-            times.append(reading_ms(found[name][0]["read_bytes"]))
+    sizes: dict[str, int] = {}
+
+    def measured(name: str) -> dict[str, Any]:
+        made = cases[name]()
+        sizes[name] = made.get("read_bytes", 0)
+        return made
+
+    steps = {name: functools.partial(measured, name) for name in cases}
+    read = {name: lambda name=name: reading_ms(sizes[name]) for name in ("1 rank", "1 rank, weights in int8")}
+    found = harness.in_turn(steps | {f"reading, {name}": run for name, run in read.items()}, options.repeats)
+    reading = {name: found.pop(f"reading, {name}") for name in read}
     for name, times in reading.items():
         print(f"{name}: reading it all once {statistics.median(times):.1f} ms (at best {min(times):.1f})")
     wanted = found["transformers, 2 threads"][0]["tokens"]
@@ -202,16 +206,12 @@ def attention_alone(directory: str, tokens: int, turns: int, out: Path) -> None:
     decoders = {
         name: Decoder(comm, dtype="float32", scheme=name, **plan) for name in ("hierarchical", "kv_ring")
     }
-    times: dict[str, list[float]] = {name: [] for name in decoders}
-    for turn in range(turns + 2):
-        for name, decoder in decoders.items():
-            comm.Barrier()
-            began = time.perf_counter()
-            for k, v in kv:
-                decoder(q, k, v)
-            took = comm.allreduce(time.perf_counter() - began, MPI.MAX)
-            if turn >= 2:
-                times[name].append(took * 1e3)
+
+    def token(decoder: Decoder) -> float:
+        return 1e3 * harness.of_slowest(comm, lambda: [decoder(q, k, v) for k, v in kv])
+
+    steps = {name: functools.partial(token, decoder) for name, decoder in decoders.items()}
+    times = harness.in_turn(steps, turns, warm=2)
     for decoder in decoders.values():
         decoder.close()
     if comm.rank == 0:
@@ -239,37 +239,24 @@ def attention(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--oracle", default=sys.executable)
-    parser.add_argument("--llama-cpp", default=sys.executable, help="a Python with llama-cpp-python")
-    parser.add_argument("--gguf", help="the same model for llama.cpp, of 4 bits")
-    parser.add_argument("--prompt", type=int, default=4096)
-    parser.add_argument("--tokens", type=int, default=16)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--turns", type=int, default=20)
-    parser.add_argument("--note", default="", help="Such as what else the machine does; it is kept.")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--attention", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = harness.options(
+        __doc__,
+        model={"required": True},
+        oracle=sys.executable,
+        llama_cpp={"default": sys.executable, "help": "a Python with llama-cpp-python"},
+        gguf={"help": "the same model for llama.cpp, of 4 bits"},
+        note={"default": "", "help": "such as what else the machine does; it is kept"},
+        attention={"type": Path, "help": argparse.SUPPRESS},
+        prompt=4096, tokens=16, repeats=3, turns=20,
+    )
     if options.attention:
         attention_alone(options.model, options.prompt, options.turns, options.attention)
         return
-    facts = {
-        "command": "python benchmarks/llama.py --model DIR --oracle PYTHON"
-        + " --llama-cpp PYTHON --gguf FILE" * bool(options.gguf),
-        "note": options.note,
-        "software": {name: what for name, what in environment.software().items() if name != "command"},
-        "cpu": environment.cpu_name(),
-        "cores": len(os.sched_getaffinity(0)),
-        "prompt": options.prompt,
-        "tokens": options.tokens,
-        "repeats": options.repeats,
-        "attention": attention(options),
-        "rows": beside_others(options),
-    }
-    if options.json:
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    command = "python benchmarks/llama.py --model DIR --oracle PYTHON"
+    facts = harness.source(command + " --llama-cpp PYTHON --gguf FILE" * bool(options.gguf))
+    facts |= {name: options.asked[name] for name in ("note", "prompt", "tokens", "repeats")}
+    facts |= {"cores": len(os.sched_getaffinity(0)), "attention": attention(options)}
+    options.write(facts | {"rows": beside_others(options)})
 
 
 if __name__ == "__main__":

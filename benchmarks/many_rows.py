@@ -10,18 +10,14 @@ All of a case is timed in turn, in one process; the best of each counts.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
+import functools
 import importlib.util
 import json
-import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import harness
 import ml_dtypes
 import numpy as np
 
@@ -58,13 +54,11 @@ class Arithmetic:
 
 
 def best_of(repeats: int, runs: dict[str, Callable[[], object]], arithmetic: Arithmetic) -> dict[str, float]:
-    """Seconds of each, all of them in turn."""
-    best = dict.fromkeys(runs, math.inf)
-    for _ in range(repeats):
-        arithmetic.run()
-        for name, run in runs.items():
-            best[name] = min(best[name], seconds(run))
-    return best
+    """Seconds of each, all of them in turn, and arithmetic."""
+    steps: dict[str, Callable[[], Any]] = {"arithmetic": arithmetic.run}
+    steps |= {name: functools.partial(seconds, run) for name, run in runs.items()}
+    found = harness.in_turn(steps, repeats)
+    return {name: min(found[name]) for name in runs}
 
 
 def attention(q: Any, k: Any, v: Any, visible: MaskTables | None = None) -> Callable[[], object]:
@@ -146,19 +140,6 @@ def one_isa(repeats: int) -> dict[str, Any]:
     }
 
 
-def every_isa(repeats: int) -> list[dict[str, Any]]:
-    """`one_isa` in a process for each instruction set that runs here."""
-    results = []
-    for isa in compile.available_isas():
-        output = subprocess.run(
-            [sys.executable, __file__, "--one", "--repeats", str(repeats)],
-            env={**os.environ, "TREEATTN_ISA": isa}, capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        results.append(json.loads(output.stdout))
-        show(results[-1])
-    return results
-
-
 def show(result: dict[str, Any]) -> None:
     print(result["isa"])
     for row in result["prefill"]:
@@ -174,25 +155,16 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--one", action="store_true", help="this process's instruction set only, as JSON")
-    options = parser.parse_args()
+    options = harness.options(__doc__, repeats=40, one=False)
     if options.one:
         print(json.dumps(one_isa(options.repeats)))
         return
-    results = every_isa(options.repeats)
-    if options.json:
-        machine = {
-            "cpu": environment.cpu_name(),
-            "cores": len(os.sched_getaffinity(0)),
-            "load": os.getloadavg(),
-        }
-        text = json.dumps(
-            {"software": environment.software(), "machine": machine, "results": results}, indent=1
-        )
-        options.json.write_text(text + "\n")
+    results = []
+    for result in harness.of_each_isa(compile.available_isas(), "--repeats", options.repeats):
+        show(result)
+        results.append(result)
+    facts = {"software": environment.software(), "machine": harness.machine()}
+    options.write(facts | {"results": results})
 
 
 if __name__ == "__main__":

@@ -10,13 +10,11 @@ the reduction costs nothing, 0 where nothing overlaps. All are interleaved; set 
 
 from __future__ import annotations
 
-import argparse
-import json
+import functools
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 
+import harness
 import numpy as np
 from mpi4py import MPI
 
@@ -31,12 +29,8 @@ class Work:
 
     def __init__(self, milliseconds: float) -> None:
         self._a = np.random.default_rng(0).random((96, 96), np.float32)
-        for _ in range(100):
-            self._piece()
-        start = time.perf_counter()
-        for _ in range(500):
-            self._piece()
-        one = (time.perf_counter() - start) / 500
+        harness.seconds(self._piece, 100)
+        one = harness.seconds(self._piece, 500)
         self.pieces = MPI.COMM_WORLD.bcast(max(1, round(milliseconds / 1e3 / one)))
 
     def _piece(self) -> None:
@@ -75,60 +69,41 @@ def cases(world: MPI.Intracomm, work: Work, batch: int) -> dict[tuple[str, str],
     return made
 
 
-def timed(world: MPI.Intracomm, call: Callable[[], object]) -> float:
-    """Milliseconds on the slowest rank."""
-    world.barrier()
-    start = time.perf_counter()
-    call()
-    return 1e3 * world.allreduce(time.perf_counter() - start, MPI.MAX)
-
-
 def measure(world: MPI.Intracomm, work: Work, batch: int, repeats: int) -> list[dict[str, object]]:
     """A row for each scheme and way of progress. Work alone is timed just before each step around it:
     machines grow faster and slower, and only neighbours can be compared."""
     run = cases(world, work, batch)
-    alone: dict[tuple[str, str], list[float]] = {case: [] for case in run}
-    spent: dict[tuple[str, str], list[float]] = {case: [] for case in run}
-    for repeat in range(repeats + 2):
-        for case, call in run.items():
-            before, taken = timed(world, work), timed(world, call)
-            if repeat >= 2:
-                alone[case].append(before)
-                spent[case].append(taken)
+
+    def beside_work(call: Callable[[], object]) -> tuple[float, float]:
+        return 1e3 * harness.of_slowest(world, work), 1e3 * harness.of_slowest(world, call)
+
+    steps = {case: functools.partial(beside_work, call) for case, call in run.items()}
     rows: list[dict[str, object]] = []
-    for scheme, what in run:
+    for (scheme, what), pairs in harness.in_turn(steps, repeats, warm=2).items():
         if what == "step":
-            step = statistics.median(spent[scheme, "step"])
+            step = statistics.median(taken for _, taken in pairs)
             continue
-        pairs = zip(spent[scheme, what], alone[scheme, what], strict=True)
-        added = statistics.quantiles([both - work for both, work in pairs], n=4)
-        hidden = [1 - more / step for more in reversed(added)]
+        hidden = harness.quartiles(1 - (both - alone) / step for alone, both in pairs)
         rows.append(
             {
                 "scheme": scheme,
                 "progress": what,
                 "step_ms": step,
-                "work_ms": statistics.median(alone[scheme, what]),
-                "hidden": hidden[1],
-                "hidden_quartiles": [hidden[0], hidden[2]],
+                "work_ms": statistics.median(alone for alone, _ in pairs),
+                "hidden": hidden[0],
+                "hidden_quartiles": hidden[1:],
             }
         )
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=50)
-    parser.add_argument("--work", type=float, default=10, help="milliseconds (default 10)")
-    parser.add_argument("--batch", type=int, default=1, help="sequences: the records that travel (default 1)")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    milliseconds = {"type": float, "default": 10.0, "help": "milliseconds (default 10)"}
+    sequences = {"type": int, "default": 1, "help": "sequences: the records that travel (default 1)"}
+    arguments = harness.options(__doc__, repeats=50, work=milliseconds, batch=sequences)
     world = MPI.COMM_WORLD
     rows = measure(world, Work(arguments.work), arguments.batch, arguments.repeats)
-    about = {"software": environment.software(), "cpu": environment.cpu_name()}
-    about["ranks"] = environment.placement(world)
+    about = harness.source() | {"ranks": environment.placement(world)}
     if world.rank:
         return
     print(f"{world.size} ranks, batch {arguments.batch}; hidden: median and quartiles")
@@ -138,9 +113,7 @@ def main() -> None:
             "{scheme:22} {progress:10} step {step_ms:6.2f} ms, work {work_ms:6.2f} ms, hidden {hidden:5.0%}"
         )
         print(line.format(**row), f"({low:.0%} to {high:.0%})")
-    if arguments.json:
-        result = about | {"batch": arguments.batch, "rows": rows}
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    arguments.write(about | {"batch": arguments.batch, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -8,14 +8,13 @@ bare reading of the pages, one after the other, loses. All take turns; of a thre
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
+import functools
 import os
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import harness
 import ml_dtypes
 import numpy as np
 
@@ -85,13 +84,12 @@ def measure(rounds: int) -> list[dict[str, Any]]:
     rows = []
     for heads, kv_heads in HEADS:
         for name in TYPES:
-            runs = steps(name, heads, kv_heads)
-            times: dict[str, list[float]] = {where: [] for where in runs}
-            for _ in range(rounds):
-                for where, run in runs.items():
-                    times[where].append(1e3 * seconds(run))
+            runs = {
+                where: functools.partial(seconds, run) for where, run in steps(name, heads, kv_heads).items()
+            }
+            times = harness.in_turn(runs, rounds)
             row: dict[str, Any] = {"dtype": name, "kv_heads": kv_heads, "group": heads // kv_heads}
-            row |= {f"best_ms_{where}": round(min(taken), 3) for where, taken in times.items()}
+            row |= {f"best_ms_{where}": round(1e3 * min(taken), 3) for where, taken in times.items()}
             for where, base in (("in_order", "row"), ("shuffled", "row"), ("read_shuffled", "read_in_order")):
                 row[f"ratio_{where}"] = round(min(times[where]) / min(times[base]), 3)
             rows.append(row)
@@ -99,29 +97,14 @@ def measure(rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the results here")
-    parser.add_argument("--rounds", type=int, default=40)
-    chosen = parser.parse_args()
-    results: dict[str, Any] = {
-        "software": environment.software(),
-        "machine": {
-            "cpu": environment.cpu_name(),
-            "cores": len(os.sched_getaffinity(0)),
-            "load": os.getloadavg(),
-        },
-        "tokens": TOKENS,
-        "page_size": PAGE_SIZE,
-        "read_order": cpu.read_order(),
-        "builds": {},
-    }
+    options, builds = harness.options(__doc__, rounds=40), {}
+    facts = {"software": environment.software(), "machine": harness.machine()}
+    facts |= {"tokens": TOKENS, "page_size": PAGE_SIZE, "read_order": cpu.read_order()}
     for isa in compile.available_isas()[:2]:
         os.environ["TREEATTN_ISA"] = isa
-        rows = results["builds"][isa] = measure(chosen.rounds)
-        for row in rows:
-            print(isa, *(f"{name}={value}" for name, value in row.items()))
-    if chosen.json:
-        chosen.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        builds[isa] = measure(options.rounds)
+        harness.show(builds[isa], f"{isa}: ")
+    options.write(facts | {"builds": builds})
 
 
 if __name__ == "__main__":

@@ -6,14 +6,12 @@ transfers refuse such a plan; that is shown too.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
-from pathlib import Path
+
+import harness
 
 from treeattn import collectives
 from treeattn.errors import RestrictionError
-from treeattn.study import environment
 
 
 def measure(scheme: str, ranks: int, repeats: int) -> dict:
@@ -39,11 +37,7 @@ def measure(scheme: str, ranks: int, repeats: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=4096)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = harness.options(__doc__, ranks=4096, repeats=3)
     rows = [measure(scheme, options.ranks, options.repeats) for scheme in collectives.names("schedule")]
     for row in rows:
         if "refused" in row:
@@ -51,9 +45,7 @@ def main() -> None:
         else:
             seconds = f"{row['generate_s'] + row['check_s']:6.2f} s ({row['check_s']:.2f} checking)"
             print(f"{row['scheme']:36s} {row['transfers']:7d} transfers {seconds}")
-    if options.json:
-        facts = {"cpu": environment.cpu_name(), "software": environment.software(), "plans": rows}
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    options.write(harness.source() | {"plans": rows})
 
 
 if __name__ == "__main__":

@@ -8,11 +8,9 @@ the other, each after a barrier.
 
 from __future__ import annotations
 
-import argparse
-import json
-import time
-from pathlib import Path
+import functools
 
+import harness
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -21,17 +19,11 @@ from treeattn import collectives, communicators
 from treeattn.backends.cpu.records import MergeOperator
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.decoder import reducers
-from treeattn.study import environment
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--records", type=int, default=16, help="as many heads of one query")
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--scheme", default="recursive_doubling")
-    parser.add_argument("--repeat", type=int, default=500)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    records = {"type": int, "default": 16, "help": "as many heads of one query"}
+    options = harness.options(__doc__, records=records, head_dim=128, scheme="recursive_doubling", repeat=500)
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     comm = communicators.intracomm(None)
@@ -42,16 +34,14 @@ def main() -> None:
     for name in ("torch", "slots"):
         buffer = np.ones((options.records, operator.width), np.float32)
         calls[name] = reducers.run_rounds(name, schedule, ReductionSpec(comm, operator, buffer))
-    spent = {name: np.zeros(options.repeat) for name in calls}
-    for step in range(-20, options.repeat):
-        for name, call in calls.items():
-            dist.barrier()
-            began = time.perf_counter()
-            call()
-            if step >= 0:
-                spent[name][step] = time.perf_counter() - began
+
+    def step(call):
+        dist.barrier()
+        return harness.seconds(call)
+
+    steps = {name: functools.partial(step, call) for name, call in calls.items()}
     found = {}
-    for name, mine in spent.items():
+    for name, mine in harness.in_turn(steps, options.repeat, warm=20).items():
         slowest = np.max(comm.allgather(mine), axis=0) * 1e6
         found[name] = {"p10": float(np.percentile(slowest, 10)), "median": float(np.median(slowest))}
     if comm.rank == 0:
@@ -64,11 +54,9 @@ def main() -> None:
                 f"  {name:16} {times['p10']:8.1f} {times['median']:8.1f}   of all_reduce "
                 f"{ratio['p10']:.2f} {ratio['median']:.2f}"
             )
-        if options.json:
-            about = {"ranks": comm.size, "records": options.records, "width": operator.width}
-            about |= {"scheme": options.scheme, "torch": torch.__version__}
-            about |= {"software": environment.software(), "cpu": environment.cpu_name()}
-            options.json.write_text(json.dumps(about | {"microseconds": found}, indent=1) + "\n")
+        about = {"ranks": comm.size, "records": options.records, "width": operator.width}
+        about |= {"scheme": options.scheme, "torch": torch.__version__, **harness.source()}
+        options.write(about | {"microseconds": found})
     dist.barrier()
     dist.destroy_process_group()
 

@@ -13,12 +13,12 @@ with "slots" on 2 ranks: 0.5 and 1.05.
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 import os
 import statistics
 from collections.abc import Callable
-from pathlib import Path
 
+import harness
 import numpy as np
 from mpi4py import MPI
 
@@ -81,20 +81,14 @@ def cases(world, heads: int, head_dim: int, schemes: list[str]) -> dict[Case, Ca
 
 def measure(world, options: argparse.Namespace) -> dict[Case, list[float]]:
     """Microseconds per reduction on the slowest rank, one value per repeat."""
-    runs = cases(world, options.heads, options.head_dim, options.schemes.split(","))
-    times: dict[Case, list[float]] = {case: [] for case in runs}
-    for repeat in range(options.repeats):
-        order = np.random.default_rng(repeat).permutation(len(runs))  # the same on every rank
-        for case in [list(runs)[index] for index in order]:
-            run = runs[case]
-            for _ in range(5):
-                run()
-            world.Barrier()
-            began = MPI.Wtime()
-            for _ in range(options.iterations):
-                run()
-            spent = world.allreduce(MPI.Wtime() - began, MPI.MAX)
-            times[case].append(spent / options.iterations * 1e6)
+    runs = cases(world, options.heads, options.head_dim, options.schemes)
+
+    def step(run: Callable[[], object]) -> float:
+        harness.seconds(run, 5)
+        return 1e6 * harness.of_slowest(world, run, options.iterations)
+
+    steps = {case: functools.partial(step, run) for case, run in runs.items()}
+    times = harness.in_turn(steps, options.repeats, shuffled=True)
     for run in runs.values():
         if hasattr(run, "close"):
             run.close()
@@ -119,14 +113,8 @@ def rows(times: dict[Case, list[float]]) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=40)
-    parser.add_argument("--iterations", type=int, default=200)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--schemes", default=",".join(collectives.names("schedule")))
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    schemes = tuple(collectives.names("schedule"))
+    options = harness.options(__doc__, repeats=40, iterations=200, heads=16, head_dim=128, schemes=schemes)
     world = communicators.world()
     measured = rows(measure(world, options))
     placement = environment.placement(world)
@@ -140,15 +128,8 @@ def main() -> None:
             f"{name} {row['median_us']:8.2f} us  x{row['ratio']:.2f}   "
             f"(best {row['min_us']:.2f}, x{row['ratio_of_best']:.2f})"
         )
-    if options.json:
-        facts = {
-            "rows": measured,
-            "ranks": placement,
-            "software": environment.software(),
-            "load": os.getloadavg(),
-            "options": vars(options),
-        }
-        options.json.write_text(json.dumps(facts, indent=1, default=str) + "\n")
+    facts = {"rows": measured, "ranks": placement, "software": environment.software()}
+    options.write(facts | {"load": os.getloadavg(), "options": options.asked})
 
 
 if __name__ == "__main__":

@@ -11,18 +11,16 @@ several ranks the reduction of 16 records of 128, and with what makes results of
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
-import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import harness
 import ml_dtypes
 import numpy as np
 
@@ -48,14 +46,8 @@ TYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--turns", type=int, default=200)
-    parser.add_argument("--against", type=Path, help="a checkout of treeattn")
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    checkout = {"type": Path, "help": "a checkout of treeattn"}
+    options = harness.options(__doc__, tokens=8192, turns=200, against=checkout)
     world = communicators.world()
     if world.size == 1:
         rows = local(options.tokens, options.turns, options.against)
@@ -63,10 +55,8 @@ def main() -> None:
         rows = reduction(world, options.turns)
     machine = environment.machine(world)
     if world.rank == 0:
-        for row in rows:
-            print(", ".join(f"{name} {value}" for name, value in row.items()))
-        if options.json:
-            options.json.write_text(json.dumps({"rows": rows, "machine": machine}, indent=1) + "\n")
+        harness.show(rows)
+        options.write({"rows": rows, "machine": machine})
 
 
 def local(tokens: int, turns: int, against: Path | None) -> list[dict[str, Any]]:
@@ -84,7 +74,10 @@ def local(tokens: int, turns: int, against: Path | None) -> list[dict[str, Any]]
                 parts = {
                     how: decoder(None, group * KV_HEADS, KV_HEADS, name, how) for how in (None, *REPRODUCIBLE)
                 }
-                steps = {how: timed(functools.partial(one.local, q, k, v)) for how, one in parts.items()}
+                steps = {
+                    how: functools.partial(harness.seconds, functools.partial(one.local, q, k, v))
+                    for how, one in parts.items()
+                }
                 with other(against, name, group, tokens) as step:
                     found = fastest(steps | ({} if step is None else {"other": step}), turns)
                 rows.append({"isa": isa, "dtype": name, "group": group, **found})
@@ -121,8 +114,14 @@ def reduction(world: Any, turns: int) -> list[dict[str, Any]]:
         for one in parts.values():
             one(q, k, v)
         for what, steps in (
-            ("reduced", {how: timed(one.fold) for how, one in parts.items()}),
-            ("and finished", {how: timed(functools.partial(finished, one)) for how, one in parts.items()}),
+            ("reduced", {how: functools.partial(harness.seconds, one.fold) for how, one in parts.items()}),
+            (
+                "and finished",
+                {
+                    how: functools.partial(harness.seconds, functools.partial(finished, one))
+                    for how, one in parts.items()
+                },
+            ),
         ):
             rows.append({"ranks": world.size, "scheme": scheme, "what": what, **fastest(steps, 20 * turns)})
     return rows
@@ -142,23 +141,9 @@ def decoder(
     return Decoder(comm, **planned, reproducible=how)
 
 
-def timed(step: Callable[[], object]) -> Callable[[], float]:
-    """A step that returns its seconds."""
-
-    def took() -> float:
-        began = time.perf_counter()
-        step()
-        return time.perf_counter() - began
-
-    return took
-
-
 def fastest(steps: dict[str | None, Callable[[], float]], turns: int) -> dict[str, Any]:
     """Microseconds of the default, and how many times as long the others take: as it, and as the other's."""
-    best = dict.fromkeys(steps, float("inf"))
-    for _ in range(turns):
-        for how, step in steps.items():
-            best[how] = min(best[how], step())
+    best = {how: min(times) for how, times in harness.in_turn(steps, turns).items()}
     default, others = best.pop(None), best.pop("other", None)
     row = {"default_us": round(default * 1e6, 1)}
     row |= {str(how): round(one / default, 2) for how, one in best.items()}

@@ -9,7 +9,6 @@ SimGrid has for a whole platform alone. What is stated is how far both are apart
 
 from __future__ import annotations
 
-import argparse
 import re
 import shutil
 import statistics
@@ -22,6 +21,7 @@ from operator import attrgetter
 from pathlib import Path
 from xml.sax.saxutils import quoteattr
 
+import harness
 from msgspec import structs
 
 from treeattn.collectives import Schedule, build, needs_nodes
@@ -30,7 +30,6 @@ from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement, block, node_groups
 from treeattn.collectives.clusters.simulate import Simulation, simulate
 from treeattn.collectives.traffic import Payload, messages
-from treeattn.report import as_json
 from treeattn.study import environment
 
 # Of our time: how far apart they may be where no message waits for a port, and elsewhere.
@@ -193,11 +192,9 @@ def compared(name: str, ranks: int, scheme: str, records: int) -> dict:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = harness.options(__doc__)
     if why := problem():
-        parser.exit(1, f"{why}\n")
+        harness.stop(why)
     rows = [
         compared(name, ranks, scheme, records)
         for name, sizes in CLUSTERS.items()
@@ -213,8 +210,7 @@ def main() -> None:
         facts[words] = {"cases": len(apart), **dict(zip(("median", "p90", "largest"), found, strict=True))}
         shown = ", ".join(f"{value:.1%}" for value in found)
         print(f"messages {words}: {len(apart)} cases; median, 90 %, largest: {shown}; band {band:.0%}")
-    if options.json:
-        options.json.write_bytes(as_json(facts))
+    options.write(facts)
 
 
 if __name__ == "__main__":

@@ -19,24 +19,23 @@ To be fair to the other:
 
 from __future__ import annotations
 
-import argparse
+import functools
 import os
 import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 from mpi4py import MPI
 
 import treeattn
-from treeattn import communicators, files, reference
+from treeattn import communicators, reference
 from treeattn.attention.shape import DTYPES
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
-from treeattn.report import as_json
 from treeattn.study import environment
 from treeattn.study.roofline.reading import fastest_reader
 
@@ -141,16 +140,13 @@ def planned_reading(*arrays: Any) -> Callable[[], Any]:
 
 def measure(world: MPI.Intracomm, cases: dict[str, Any], rounds: int, warmup: int = 2) -> dict[str, Any]:
     """Seconds per step on the slowest rank: name -> [rounds]."""
-    times: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(-warmup, rounds):
-        for name in np.random.default_rng(turn + warmup).permutation(list(cases)):  # alike on every rank
-            cases[name]()
-            world.Barrier()
-            began = time.perf_counter()
-            cases[name]()
-            seconds = world.allreduce(time.perf_counter() - began, MPI.MAX)
-            if turn >= 0:
-                times[name].append(seconds)
+
+    def step(case: Callable[[], object]) -> float:
+        case()
+        return harness.of_slowest(world, case)
+
+    steps = {name: functools.partial(step, case) for name, case in cases.items()}
+    times = harness.in_turn(steps, rounds, warmup, shuffled=True)
     return {name: np.array(values) for name, values in times.items()}
 
 
@@ -242,18 +238,17 @@ def check(world: MPI.Intracomm) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=65536, help="of all ranks together")
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--dtypes", nargs="+", default=list(GOALS), choices=list(GOALS))
-    parser.add_argument("--scheme", default="recursive_doubling")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = harness.options(
+        __doc__,
+        tokens={"type": int, "default": 65536, "help": "of all ranks together"},
+        dtypes={"nargs": "+", "default": list(GOALS), "choices": list(GOALS)},
+        heads=16,
+        head_dim=128,
+        scheme="recursive_doubling",
+        rounds=40,
+    )
     world = communicators.world()
     check(world)
-    write = files.output_writer(options.json if world.rank == 0 else None)
     start_gloo(world)
     machine = {"ranks": environment.placement(world), "load": os.getloadavg(), "isa": compile.chosen_isa()}
     results = []
@@ -263,9 +258,9 @@ def main() -> None:
         if world.rank == 0:
             show(results[-1])
     torch.distributed.destroy_process_group()
-    options.json, options.torch_default_threads = str(options.json), DEFAULT_THREADS
-    facts = {"machine": machine, "software": software(), "options": vars(options), "results": results}
-    write(as_json(facts))
+    asked = options.asked | {"torch_default_threads": DEFAULT_THREADS}
+    facts = {"machine": machine, "software": software(), "options": asked, "results": results}
+    options.write(facts)
 
 
 def software() -> dict[str, Any]:

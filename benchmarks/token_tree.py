@@ -6,16 +6,11 @@ Goal: `pack` of 8 batch rows of 32 beams of 16 tokens in less than 2 ms on one c
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 
+import harness
 import numpy as np
 
-from treeattn.study import environment
 from treeattn.token_tree import TokenTree, pack
 
 SHAPE = (8, 32, 16)
@@ -24,20 +19,12 @@ WORDS = {"nothing shared": 32000, "much shared": 2, "all shared": 1}
 
 def milliseconds(call: Callable[[], object], repeats: int) -> dict[str, float]:
     """Median and quartiles of single calls."""
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - began))
-    low, median, high = statistics.quantiles(times, n=4)
-    return {"median": median, "low": low, "high": high}
+    times = [1e3 * harness.seconds(call) for _ in range(repeats)]
+    return dict(zip(("median", "low", "high"), harness.quartiles(times), strict=True))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=400)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = harness.options(__doc__, repeats=400)
     draw, rows = np.random.default_rng(0), []
     for name, words in WORDS.items():
         beams = draw.integers(0, words, SHAPE)
@@ -51,9 +38,7 @@ def main() -> None:
         rows.append(row)
         print(f"{name:15} {max(nodes):4} nodes: pack {row['pack_ms']['median']:.2f} ms, "
               f"TokenTree.from_beams {row['tree_ms']['median']:.2f} ms")  # fmt: skip
-    if options.json:
-        about = {"software": environment.software(), "cpu": environment.cpu_name()}
-        options.json.write_text(json.dumps({**about, "shape": SHAPE, "rows": rows}, indent=1) + "\n")
+    options.write(harness.source() | {"shape": SHAPE, "rows": rows})
 
 
 if __name__ == "__main__":

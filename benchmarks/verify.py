@@ -8,33 +8,21 @@ slower of reading the cache once and of 2 * tokens * heads * nodes * head_dim mu
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
-import statistics
-import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 
 import treeattn
 from treeattn import communicators
 from treeattn.backends.cpu import compile
-from treeattn.study import environment
 from treeattn.study.roofline import cpu as roofline
 from treeattn.token_tree import TokenTree, Verifier
 
 TOKENS, KV_HEADS, HEAD_DIM = 65536, 8, 128
 TREE = TokenTree.from_parents([range(16)], [[-1, 0, 0, 0, 1, 1, 2, 2, 3, 4, 4, 5, 6, 7, 8, 9]])
 GOALS = {1: 3.0, 4: 1.3}
-
-
-def seconds(call: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
 
 
 def measure(group: int, repeats: int) -> dict[str, Any]:
@@ -51,20 +39,20 @@ def measure(group: int, repeats: int) -> dict[str, Any]:
         for _ in range(repeats + 1):
             reading = min(reading, limits.read_time(k, 1) + limits.read_time(v, 1))
             limits.run_arithmetic()
-            together = seconds(lambda: verifier(q, k, v, draft_k, draft_v, TREE))
-            drafts = seconds(lambda: verifier._drafts.attend(q, draft_k, draft_v, TREE, TREE.real))
-            steps = seconds(lambda: [decoder(one, k, v) for one in alone])
+            together = harness.seconds(lambda: verifier(q, k, v, draft_k, draft_v, TREE))
+            drafts = harness.seconds(lambda: verifier._drafts.attend(q, draft_k, draft_v, TREE, TREE.real))
+            steps = harness.seconds(lambda: [decoder(one, k, v) for one in alone])
             times.append((together, steps, drafts))
     together, steps, drafts = (1e3 * min(column) for column in zip(*times[1:], strict=True))
     arithmetic = 2 * TOKENS * group * KV_HEADS * nodes * HEAD_DIM / limits.multiply_add_rate
-    ratios = statistics.quantiles([steps / together for together, steps, _ in times[1:]], n=4)
+    cheaper, *ratios = harness.quartiles(steps / together for together, steps, _ in times[1:])
     return {
         "group": group,
         "verify_ms": together,
         "steps_ms": steps,
         "draft_pass_ms": drafts,
-        "times_cheaper": ratios[1],
-        "quartiles": [ratios[0], ratios[2]],
+        "times_cheaper": cheaper,
+        "quartiles": ratios,
         "read_ms": 1e3 * reading,
         "multiply_add_ms": 1e3 * arithmetic,
         "percent_of_bound": 1e5 * max(reading, arithmetic) / together,
@@ -72,20 +60,15 @@ def measure(group: int, repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = harness.options(__doc__, repeats=9)
     rows = []
     for group in GOALS:
         rows.append(measure(group, options.repeats))
         print("{group} query heads per KV head: {verify_ms:.1f} ms (drafts {draft_pass_ms:.2f}) against "
               "{steps_ms:.1f}, {times_cheaper:.1f} times cheaper, {percent_of_bound:.0f} % of the bound "
               "(read {read_ms:.1f} ms, multiply-add {multiply_add_ms:.1f})".format(**rows[-1]))  # fmt: skip
-    if options.json:
-        about = {"software": environment.software(), "cpu": environment.cpu_name()}
-        about |= {"isa": compile.chosen_isa(), "tokens": TOKENS, "nodes": TREE.nodes, "goals": GOALS}
-        options.json.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
+    about = {"isa": compile.chosen_isa(), "tokens": TOKENS, "nodes": TREE.nodes, "goals": GOALS}
+    options.write(harness.source() | about | {"rows": rows})
 
 
 if __name__ == "__main__":

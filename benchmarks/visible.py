@@ -8,20 +8,16 @@ cost, plus 5 microseconds.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import harness
 import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
 import treeattn
-from treeattn.study import environment
 
 LONG, SHORT = 1 << 20, 4096
 REPEATS, STEPS = 60, 50
@@ -56,25 +52,13 @@ def stepper(cache: tuple[Any, Any], q: Any, tokens: int, rules: dict[str, Any]) 
     return lambda: decoder(q, k, v, q_positions=stands)
 
 
-def microseconds(run: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    for _ in range(STEPS):
-        run()
-    return (time.perf_counter() - began) / STEPS * 1e6
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = harness.options(__doc__)
     rng = np.random.default_rng(0)
     q = rng.standard_normal((1, 1, 1, 128), np.float32).astype(ml_dtypes.bfloat16)
     k, v = (rng.standard_normal((1, LONG, 1, 128), np.float32).astype(ml_dtypes.bfloat16) for _ in "kv")
     steps = {name: stepper((k, v), q, *case) for name, case in CASES.items()}
-    times: dict[str, list[float]] = {name: [] for name in steps}
-    for _ in range(REPEATS):
-        for name, run in steps.items():
-            times[name].append(microseconds(run))
+    times = harness.timed(steps, REPEATS, each=STEPS, scale=1e6)
     rows = []
     for name, (tokens, _) in CASES.items():
         more = [own - plain for own, plain in zip(times[name], times["plain"], strict=True)]
@@ -88,9 +72,7 @@ def main() -> None:
             }
         )
         print(f"{name:38s} {rows[-1]['median_us']:8.1f} us, {rows[-1]['more_us']:+7.1f} beside plain")
-    if options.json:
-        facts = {"software": environment.software(), "cpu": environment.cpu_name(), "rows": rows}
-        options.json.write_text(json.dumps(facts, indent=1) + "\n")
+    options.write(harness.source() | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ nothing with it, and what is not there is null.
 
 from __future__ import annotations
 
-import argparse
 import platform
 import subprocess
 import sys
@@ -14,7 +13,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from treeattn.report import as_json
+import harness
+
 from treeattn.study import environment
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -79,10 +79,8 @@ def _said(*command: str) -> list[str] | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True, help="write the versions of the tools here")
-    found = tools()
-    parser.parse_args().json.write_bytes(as_json(found))
+    options, found = harness.options(__doc__, required=True), tools()
+    options.write(found)
     for name, what in found.items():
         print(f"{name}: {what or 'not there'}")
 

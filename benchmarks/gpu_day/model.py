@@ -8,13 +8,13 @@ prompt by more than 1e-4 of the largest: from the processor's, and from Hugging 
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import harness
 import numpy as np
 
 from tests.support.models import PROMPT, write_model
@@ -23,7 +23,6 @@ from treeattn.backends.cuda import cupy_runtime
 from treeattn.llama import Llama, Session
 from treeattn.llama.drafts import NgramDrafts
 from treeattn.llama.generate import Drafting, generate
-from treeattn.report import as_json
 
 BOUND = 1e-4
 TEXT, TOKENS, NODES = [*PROMPT.tolist()[:40]] * 2, 24, 6
@@ -90,9 +89,7 @@ def wrong(row: dict[str, Any]) -> bool:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
-    options = parser.parse_args()
+    options = harness.options(__doc__, required=True)
     problem = cupy_runtime.problem()
     if problem:
         sys.exit(f"model.py: {problem}")
@@ -104,7 +101,7 @@ def main() -> None:
         world.Barrier()  # nobody's directory goes before all have read it
     failed = [row for row in rows if wrong(row)]
     if world.rank == 0:
-        options.json.write_bytes(as_json({"rows": rows}))
+        options.write({"rows": rows})
         for row in failed:
             print("{case}: {largest_difference}, same tokens: {same_tokens}".format(**row))
         print(f"{len(rows) - len(failed)} of {len(rows)} models say on the GPU what they say elsewhere")

@@ -7,20 +7,18 @@ took, over `COUNT`; where ranks arrive shows in the first of so many alone. Pred
 
 from __future__ import annotations
 
-import argparse
 import functools
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 
 import treeattn
 from treeattn import communicators
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.report import as_json
 from treeattn.study.roofline.cuda import captured, cold_caches, upload_random
 
 SCHEMES = ("all_gather_merge", "recursive_doubling", "binary_tree")
@@ -68,9 +66,7 @@ def step(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
-    options = parser.parse_args()
+    options = harness.options(__doc__, required=True)
     if problem := cupy_runtime.problem():
         sys.exit(f"node.py: {problem}")
     from treeattn.backends.cuda.cupy_stopwatch import CupyStopwatch
@@ -82,7 +78,7 @@ def main() -> None:
         for scheme in SCHEMES:
             rows.append(measure(world, stopwatch, scheme) | {"ranks": world.size})
             if world.rank == 0:
-                options.json.write_bytes(as_json({"rows": rows}))
+                options.write({"rows": rows})
                 print("{what}, {scheme}:".format(**rows[-1]), f"{statistics.median(rows[-1]['laps']):.2f} us")
 
 

@@ -10,12 +10,11 @@ subnormal numbers; the table's stay clear of them.)
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 
 from gpu_day.attend import Results, attend
@@ -24,7 +23,6 @@ from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda.compile import OPTIONS, source
-from treeattn.report import as_json
 
 #: Cases of the multiply-add kernel in memory that is contiguous.
 TABLE = tuple(case for case in CASES if not is_tensor_core_case(case) and case.layout == "tokens")
@@ -98,12 +96,10 @@ def _largest(pair: tuple[Any, Any]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
-    options = parser.parse_args()
+    options = harness.options(__doc__, required=True)
     problem = cupy_runtime.problem() or compiler_problem()
     if problem:
-        sys.exit(f"same_bits.py: {problem}")
+        harness.stop(problem)
     import cupy
 
     gpu = cupy_runtime.current()
@@ -111,7 +107,7 @@ def main() -> None:
         "as_shipped": compare(TABLE, gpu, EmulatorRuntime()),
         "defined_bits": compare(TABLE, Defined(cupy, gpu), EmulatorRuntime(edit=defined)),
     }
-    options.json.write_bytes(as_json(facts))
+    options.write(facts)
     wrong = [row for row in facts["defined_bits"] if row["different"]]
     for row in wrong:
         print("{case}: {different} of {words} words differ".format(**row))

@@ -8,12 +8,11 @@ took, by events of the device, over K. The same protocol as between GPUs, with t
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-from pathlib import Path
 from typing import Any, Self
 
+import harness
 import numpy as np
 
 from treeattn import collectives
@@ -22,7 +21,6 @@ from treeattn.backends.cuda import cupy_runtime
 from treeattn.collectives import program
 from treeattn.collectives.check import prove
 from treeattn.collectives.schedule import Schedule
-from treeattn.report import as_json
 
 SCHEMES = ("all_gather_merge", "recursive_doubling", "binary_tree", "reduce_scatter_gather")
 HEAD_DIM = 128
@@ -107,9 +105,7 @@ def microseconds(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
-    options = parser.parse_args()
+    options = harness.options(__doc__, required=True)
     if problem := cupy_runtime.problem():
         sys.exit(f"streams.py: {problem}")
     rows: list[dict[str, Any]] = []
@@ -118,7 +114,7 @@ def main() -> None:
             for scheme in SCHEMES:
                 laps = microseconds(scheme, size, records)
                 rows.append({"scheme": scheme, "ranks": size, "records": records, "microseconds": laps})
-                options.json.write_bytes(as_json({"rows": rows}))
+                options.write({"rows": rows})
                 print(f"{scheme}, {size} ranks, {records} records: {statistics.median(laps):.2f} us a step")
 
 

@@ -183,7 +183,7 @@ def test_nothing_is_measured_before_the_software_is_known(
     monkeypatch.setattr(benchmark.cupy_runtime, "problem", lambda: None)
     monkeypatch.setattr(cupy_stopwatch, "CupyStopwatch", Nothing)
     order: list[str] = []
-    monkeypatch.setattr(benchmark.environment, "software", lambda: order.append("software"))
+    monkeypatch.setattr(benchmark.harness.environment, "software", lambda: order.append("software"))
     monkeypatch.setattr(benchmark, "run", lambda *_, keep: order.append("measured") or {"rows": []})
     benchmark.main()
     assert order == ["software", "measured"]
