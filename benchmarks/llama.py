@@ -247,7 +247,10 @@ def main() -> None:
         gguf={"help": "the same model for llama.cpp, of 4 bits"},
         note={"default": "", "help": "such as what else the machine does; it is kept"},
         attention={"type": Path, "help": argparse.SUPPRESS},
-        prompt=4096, tokens=16, repeats=3, turns=20,
+        prompt=4096,
+        tokens=16,
+        repeats=3,
+        turns=20,
     )
     if options.attention:
         attention_alone(options.model, options.prompt, options.turns, options.attention)

@@ -9,8 +9,17 @@ from hypothesis import strategies as st
 
 from tests.fuzz.settings import fuzzed
 from tests.support.partials import partials
-from tests.support.reducer_contract import HEAD_DIM, OPERATOR, Ranks, ReducerContract, plain, wanted
+from tests.support.reducer_contract import (
+    HEAD_DIM,
+    OPERATOR,
+    Ranks,
+    ReducerContract,
+    plain,
+    promised,
+    wanted,
+)
 from treeattn import collectives, communicators
+from treeattn.baselines import BASELINES
 from treeattn.collectives import Schedule, Transfer
 from treeattn.collectives.executors import compiled, interpreter, slots
 from treeattn.collectives.libraries import mpi_allreduce, rescaled_sum
@@ -105,6 +114,7 @@ class Libraries(OverMpi):
     """The library chooses the order: within rounding of the definition, and whatever the schedule."""
 
     ranks = OneRank
+    outcome = "chain"  # a schedule that leaves the same
 
     def check_bits(self, case):
         ranks = self.plan(case)
@@ -116,11 +126,14 @@ class Libraries(OverMpi):
 
     def check_result(self, ranks, case, values):
         """Records on the scale of their maxima: those of an empty shard count for nothing."""
-        ring = plain(collectives.build("chain", self.size), self.size, case.records)
+        like = case._replace(schedule=collectives.build(self.outcome, self.size))
         (buffer,) = ranks.buffers.values()
-        expected = wanted(ring, values)[self.comm.rank]
-        np.testing.assert_array_equal(buffer[:, 0], expected[:, 0])
-        np.testing.assert_allclose(buffer[:, 1:], expected[:, 1:], rtol=1e-5, atol=1e-4)
+        found, expected = (
+            one.reshape(-1, OPERATOR.width)
+            for one in (promised(like, self.comm.rank, buffer), wanted(like, values)[self.comm.rank])
+        )
+        np.testing.assert_array_equal(found[:, 0], expected[:, 0])
+        np.testing.assert_allclose(found[:, 1:], expected[:, 1:], rtol=1e-5, atol=1e-4)
 
     def test_wrong_schedules_are_refused_before_anything_is_sent(self):
         """There is none; the buffer is looked at alike."""
@@ -142,3 +155,10 @@ class TestTwoAllreduces(Libraries):
 class TestThreeAllreduces(Libraries):
     def reducer(self, spec, case):
         return rescaled_sum.RescaledSumOverMpi("three_allreduce", spec, calls=3)
+
+
+class TestHeadAllToAll(Libraries):
+    outcome = "head_scatter"
+
+    def reducer(self, spec, case):
+        return BASELINES["head_all_to_all"].plan(spec)

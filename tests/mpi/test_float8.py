@@ -10,7 +10,6 @@ import treeattn
 from tests.support import problems
 from tests.support.problems import random_qkv
 from tests.support.ranks import own_run
-from treeattn.errors import ArgumentError, RestrictionError
 
 pytestmark = pytest.mark.mpi
 
@@ -53,49 +52,3 @@ def test_decode_and_decoder(comm, name, scales):
 def test_a_cache_of_16_bits_under_a_query_of_32(comm, stored):
     q, k, v, own_k, own_v = shards(comm, stored)
     assert_exact(treeattn.decode(q, own_k, own_v, comm=comm), q, k, v)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"k_scale": None}, "a cache of float8_e5m2 needs k_scale: a number, or one for each KV head"),
-        ({"v_scale": [1.0, 2.0, 3.0]}, "v_scale must be a number, or one for each of 2 KV heads"),
-        ({"v_scale": np.nan}, "v_scale must be finite and above 0"),
-        ({"stored": np.float16}, "k_scale is for caches of float8_e4m3fn and float8_e5m2, not of float16"),
-        ({"stored": np.uint8}, "uint8 arrays carry float8 bits: say of which, Shard\\(dtype="),
-        ({"stored": np.int8}, "arrays of int8 are not supported"),
-        ({"stored": np.float64}, "k and v are float64, but q is float32"),
-        (
-            {"dtype": "float8_e4m3fn"},
-            "dtype='float8_e4m3fn' was asked for, but the array is float8_e5m2",
-        ),
-    ],
-)
-def test_what_cannot_be_is_one_line_on_all_ranks(comm, changed, message):
-    given = {"k_scale": 1.0, "v_scale": 1.0} | changed
-    stored = given.pop("stored", ml_dtypes.float8_e5m2)
-    q, _, _, k, v = shards(comm, np.float32)
-    with pytest.raises(ArgumentError, match=message):
-        treeattn.decode(q, treeattn.Shard(k.astype(stored), v.astype(stored), **given), comm=comm)
-
-
-@pytest.mark.parametrize("how", ["kv_ring", treeattn.Reduction(groups=2)])
-def test_places_that_know_one_type_refuse_two(comm, how):
-    with pytest.raises(RestrictionError, match="takes q, k and v of one type"):
-        treeattn.Decoder(
-            comm,
-            heads=2,
-            kv_heads=2,
-            head_dim=8,
-            dtype="float32",
-            cache=treeattn.CacheFormat(dtype="float16"),
-            scheme=how,
-        )
-
-
-def test_ranks_that_scale_differently_are_told(comm):
-    if comm.size == 1:
-        pytest.skip("one rank cannot contradict itself")
-    cache = treeattn.CacheFormat("float8_e5m2", k_scale=1.0 + comm.rank, v_scale=1.0)
-    with pytest.raises(ArgumentError, match="k_scale"):
-        treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=8, cache=cache)

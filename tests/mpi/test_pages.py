@@ -10,7 +10,7 @@ from tests.support import arguments
 from tests.support.pages import in_pages
 from treeattn import reference
 from treeattn.attention.pages import own_pages
-from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.errors import ArgumentError
 
 pytestmark = pytest.mark.mpi
 PAGE_SIZE = 8
@@ -108,57 +108,6 @@ def test_what_lies_in_unused_pages_and_slots_changes_no_bit(comm):
             one[~used] = value
         for array, wanted in zip(treeattn.decode(q, shard, comm=comm), first, strict=True):
             assert array.tobytes() == wanted.tobytes()
-
-
-def one_rank_wrong(comm, **changed):
-    k = np.ones((5, 4, 1, 8), np.float32)
-    given = {"block_table": np.array([[2, 0]]), "lengths": [6], "k": k, "v": k}
-    if comm.rank == comm.size - 1:
-        given |= changed
-    return dict(q=np.ones((1, 1, 1, 8), np.float32), comm=comm, **given)
-
-
-@pytest.mark.parametrize("rules", [{}, {"causal": True}])
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"block_table": np.array([[2, 5]])}, r"block_table\[0, 1\] is 5, but k and v have 5 pages"),
-        ({"block_table": np.array([[2, -1]])}, r"block_table\[0, 1\] is -1, no page"),
-        ({"block_table": np.array([[2, 2]])}, "has page 2 twice in sequence 0"),
-        ({"block_table": np.array([2, 0])}, r"block_table is int64 \[2\]"),
-        ({"block_table": np.array([[2.0, 0]])}, "block_table is float64"),
-        ({"lengths": [9]}, "a length of 9 is more than the block table holds"),
-        ({"lengths": None}, "a paged cache needs lengths="),
-        ({"lengths": [-1]}, "lengths"),
-    ],
-)
-def test_what_is_wrong_on_one_rank_is_raised_by_all(comm, rules, changed, message):
-    with pytest.raises(ArgumentError, match=message):
-        treeattn.decode(**arguments.call(**one_rank_wrong(comm, **changed), **rules))
-
-
-@pytest.mark.parametrize("cache", [(5, 8, 1, 8), (1, 20, 1, 8)])
-def test_pages_are_of_one_size_on_all_ranks(comm, cache):
-    if comm.size == 1:
-        pytest.skip("one rank cannot contradict itself")
-    other = {name: np.ones(cache, np.float32) for name in "kv"}
-    if cache[0] == 1:
-        other |= {"block_table": None}
-    with pytest.raises(ArgumentError, match=r"page_size \(None without a block_table\) differs"):
-        treeattn.decode(**arguments.call(**one_rank_wrong(comm, **other)))
-
-
-@pytest.mark.parametrize("how", ["kv_ring", "query_ring", treeattn.Reduction(groups=2)])
-def test_places_that_know_no_pages_refuse_them(comm, how):
-    cache = treeattn.CacheFormat(page_size=16)
-    with pytest.raises(RestrictionError, match="a paged cache needs another scheme, and groups=1"):
-        treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=8, cache=cache, scheme=how)
-
-
-@pytest.mark.parametrize("page_size", [0, -1, 1.5, True])
-def test_page_sizes_that_cannot_be(page_size):
-    with pytest.raises(ArgumentError, match="page_size must be a positive whole number"):
-        treeattn.CacheFormat(page_size=page_size)
 
 
 def test_a_decoder_takes_pages_if_it_is_planned_for_them(comm):

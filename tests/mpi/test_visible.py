@@ -12,7 +12,7 @@ from tests.support import arguments
 from tests.support.problems import draw
 from tests.support.ranks import assert_same_bits
 from treeattn import collectives, reference
-from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.errors import ArgumentError
 
 pytestmark = pytest.mark.mpi
 
@@ -144,111 +144,13 @@ def test_rows_padded_on_the_left_begin_where_each_call_says(comm):
                 assert np.isneginf(lse[one]).all() == (begin == 40)
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"begins": [0, 1]}, "begins have shape"),
-        ({"begins": [-1]}, "begins must be whole numbers"),
-        ({"begins": [1], "scheme": "kv_ring"}, "lets every query see every token: begins need"),
-    ],
-)
-def test_begins_that_cannot_be(comm, given, message):
-    one = np.ones((1, 1, 1, 8), np.float32)
-    with pytest.raises((ArgumentError, RestrictionError), match=message):
-        treeattn.decode(one, one, one, comm=comm, **given)
-
-
-def test_begins_ask_for_positions_and_are_the_same_on_all_ranks(comm):
+def test_begins_ask_for_positions(comm):
     one = np.ones((1, 1, 1, 8), np.float32)
     with (
         treeattn.Decoder(comm, heads=1, kv_heads=1, head_dim=8, dtype="float32") as decoder,
         pytest.raises(ArgumentError, match="positions are not known"),
     ):
         decoder(one, one, one, begins=[0])
-    if comm.size > 1:
-        with pytest.raises(ArgumentError, match="begins differs between ranks"):
-            treeattn.decode(one, one, one, comm=comm, begins=[comm.rank])
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (lambda rank, size: {"positions": [3]}, "both claim position 3"),
-        (lambda rank, size: {"positions": [rank] if rank else None}, "rank 0 passed no positions"),
-        (lambda rank, size: {"window": (rank, 0)}, "rules differs"),
-        (lambda rank, size: {"positions": f"sizes={size}" + (size - 1) * ",0"}, "gives rank"),
-        (lambda rank, size: {"positions": "zigzag" if rank else "interleaved"}, "the layout of positions"),
-        (lambda rank, size: {"q_positions": [rank]}, "q_positions"),
-        (lambda rank, size: {"q_positions": [0]} if rank else {}, "q_positions"),
-    ],
-)  # fmt: skip
-def test_what_ranks_say_together_cannot_be(comm, changed, message):
-    if comm.size == 1:
-        pytest.skip("one rank cannot contradict itself")
-    one = np.ones((1, 1, 1, 8), np.float32)
-    given = {"causal": True, **changed(comm.rank, comm.size)}
-    with pytest.raises(ArgumentError, match=message):
-        treeattn.decode(comm=comm, **arguments.call(q=one, k=one, v=one, **given))
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"mask": np.ones((1, 2, 1), bool)}, "the mask is bool"),
-        ({"mask": np.ones((1, 1, 2), bool)}, "2 draft tokens cannot be the last of a shard of 1"),
-        ({"draft_positions": [3]}, "pass mask="),
-        ({"mask": np.ones((1, 1, 1), bool), "draft_positions": 3}, "draft_positions have shape"),
-        ({"q_positions": [-1]}, "q_positions must be whole numbers"),
-        ({"q_positions": [0, 1]}, "q_positions have shape"),
-        ({"lengths": [2]}, "lengths"),
-    ],
-)
-def test_what_is_wrong_on_one_rank_alone_is_raised_by_all(comm, wrong, message):
-    one = np.ones((1, 1, 1, 8), np.float32)
-    given = {"causal": True, "positions": [comm.rank], "q_positions": [9]}
-    given |= wrong if comm.rank == comm.size - 1 else {}
-    with pytest.raises(ArgumentError, match=message):
-        treeattn.decode(comm=comm, **arguments.call(q=one, k=one, v=one, **given))
-
-
-def test_positions_of_some_ranks_alone_are_refused_by_all_without_a_rule_too(comm):
-    if comm.size == 1:
-        pytest.skip("one rank cannot contradict itself")
-    one = np.ones((1, 1, 1, 8), np.float32)
-    with pytest.raises(ArgumentError, match="positions being known differs"):
-        treeattn.decode(
-            one, treeattn.Shard(one, one, positions=[comm.rank] if comm.rank else None), comm=comm
-        )
-
-
-def test_a_hole_between_blocks_is_named(comm):
-    if comm.size == 1:
-        pytest.skip("one rank has no next one")
-    k = np.ones((2, 3, 1, 8), np.float32)
-    lengths = np.array([3, 1 if comm.rank == 0 else 3])
-    with pytest.raises(ArgumentError, match="sequence 1 has a hole: rank 0 holds fewer"):
-        treeattn.decode(
-            np.ones((2, 1, 1, 8), np.float32),
-            k,
-            k,
-            comm=comm,
-            lengths=lengths,
-            rules=treeattn.Rules(causal=True),
-        )
-
-
-def test_a_ring_refuses_the_mask_of_one_rank_on_all(comm):
-    one = np.ones((1, 1, 1, 8), np.float32)
-    mask = np.ones((1, 1, 1), bool) if comm.rank == comm.size - 1 else None
-    with pytest.raises(RestrictionError, match="lets every query see every token: mask need"):
-        treeattn.decode(one, one, one, comm=comm, scheme="query_ring", mask=mask)
-
-
-@pytest.mark.parametrize("how", ["kv_ring", treeattn.Reduction(groups=2)])
-def test_places_that_know_no_rules_refuse_them(comm, how):
-    rules = treeattn.Rules(causal=True)
-    with pytest.raises(RestrictionError, match="lets every query see every token"):
-        treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=8, rules=rules, scheme=how)
 
 
 def test_positions_that_the_decoder_cannot_know_are_asked_for(comm):

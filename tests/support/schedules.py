@@ -186,3 +186,9 @@ def cases(draw, sizes=SIZES):
     rows = draw(st.one_of(st.integers(1, 9), st.just(2 * schedule.chunks)))
     nodes = draw(node_groups(schedule.size))
     return Case(schedule, nodes, min(rows, 40) * granularity, granularity, draw(st.integers(0, 999)))
+
+
+def star(size: int, name: str = "star") -> Schedule:
+    """One that no catalogue has: everyone sends to rank 0, which sends back."""
+    up = (tuple(Transfer(rank, 0) for rank in range(1, size)),) if size > 1 else ()
+    return Schedule(name, size, 1, up + reversed_as_copies(up))

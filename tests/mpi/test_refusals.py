@@ -1,0 +1,271 @@
+"""What cannot be computed is one line, the same on every rank, and nobody is left waiting."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import treeattn
+from tests.support import arguments
+from tests.support.exporters import Dlpack
+from tests.support.problems import random_qkv
+from tests.support.ranks import raised_by_all
+from tests.support.schedules import star
+from treeattn import CacheFormat, Decoder, Reduction, Rules, Shard, collectives
+from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
+
+pytestmark = pytest.mark.mpi
+
+Q, K, V = random_qkv(9)
+ONE = np.ones((1, 1, 1, 8), np.float32)
+LATENT = {name: np.ones((1, n, heads, 576), np.float32) for name, n, heads in (("q", 1, 16), ("k", 20, 1))}
+E5M2 = ml_dtypes.float8_e5m2
+
+#: What a call passes but for what is wrong.
+CALLS = {
+    "plain": lambda comm: {"q": Q, "k": K, "v": V},
+    "8 bits": lambda comm: {"q": Q, "k": K.astype(E5M2), "v": V.astype(E5M2), "k_scale": 1.0, "v_scale": 1.0},
+    "latent": lambda comm: {**LATENT, "v": None, "v_dim": 512, "scale": 1.0},
+    "pages": lambda comm: {
+        "q": ONE, **{name: np.ones((5, 4, 1, 8), np.float32) for name in "kv"},
+        "block_table": np.array([[2, 0]]), "lengths": [6],
+    },
+    "rules": lambda comm: {
+        **dict.fromkeys("qkv", ONE), "causal": True, "positions": [comm.rank], "q_positions": [9],
+    },
+}  # fmt: skip
+
+
+def raises(comm, call, match, kind=treeattn.TreeattnError, **changes):
+    given = arguments.call(**CALLS[call](comm) | changes)
+    return raised_by_all(comm, lambda: treeattn.decode(comm=comm, **given), match, kind)
+
+
+ON_ONE_RANK = [
+    ("plain", {"q": Q[:, :, :3]}, "3 query heads cannot be grouped over 2 KV heads"),
+    ("plain", {"q": Q[..., :60], "k": K[..., :60], "v": V[..., :60]}, "head_dim 60 is not supported: use a"),
+    ("plain", {"q": Q.astype(int), "k": K.astype(int), "v": V.astype(int)}, "arrays of int64 are not"),
+    ("plain", {"v": V[:, :-1]}, r"k has shape \[1, 9, 2, 64\] and v \[1, 8, 2, 64\]"),
+    ("plain", {"v": V[:, :, :1]}, r"k has shape \[1, 9, 2, 64\] and v \[1, 9, 1, 64\]"),
+    ("plain", {"q": Q[0]}, r"expected four axes \[batch, queries, heads, head_dim\]"),
+    ("plain", {"q": Q.tolist()}, "q is a list: pass an array with DLPack or the array interface"),
+    ("plain", {"k": K[..., ::2], "v": V[..., ::2]}, r"k and v have shape \[1, 9, 2, 32\], expected"),
+    ("plain", {"q": Dlpack(Q, kind=2), "device": "cpu"}, "device='cpu' was asked for: move the array"),
+    ("plain", {"lengths": [10**6]}, r"lengths \[1000000\] must lie between 0 and the shard's 9 tokens"),
+    ("plain", {"lengths": [-1]}, r"lengths \[-1\] must lie between 0 and"),
+    ("plain", {"lengths": [1, 1]}, r"whole numbers of shape \[1\] .one per sequence., not int64 of shape"),
+    ("plain", {"lengths": [[1], [2, 3]]}, "ValueError: .*inhomogeneous shape"),
+    ("plain", {"scale": float("nan")}, "scale must be a finite number of float32, not nan"),
+    ("plain", {"scale": True}, "scale must be a finite number of float32, not True"),
+    ("plain", {"scale": 10**400}, "scale must be a finite number of float32, not 1000"),
+    ("plain", {"v": None}, r"v is missing: pass it, or Shard\(v_dim="),
+    ("plain", {"q_root": print}, "q_root must be the number of a rank, not <built-in function print>"),
+    ("plain", {"q_root": "first"}, "q_root must be the number of a rank, not 'first'"),
+    ("plain", {"device": "tpu"}, "device 'tpu' is unknown: use 'cpu' or 'cuda'"),
+    ("plain", {"begins": [0, 1]}, "begins have shape"),
+    ("plain", {"begins": [-1]}, "begins must be whole numbers"),
+    ("plain", {"begins": [1], "scheme": "kv_ring"}, "lets every query see every token: begins need"),
+    ("8 bits", {"k_scale": None}, "a cache of float8_e5m2 needs k_scale: a number, or one for each KV head"),
+    ("8 bits", {"v_scale": [1.0, 2.0, 3.0]}, "v_scale must be a number, or one for each of 2 KV heads"),
+    (
+        "8 bits",
+        {"k": K.astype("f2"), "v": V.astype("f2")},
+        "k_scale is for caches of float8_e4m3fn and",
+    ),
+    ("8 bits", {"k": K.astype("u1"), "v": V.astype("u1")}, r"carry float8 bits: say of which, Shard\(dtype="),
+    ("8 bits", {"k": K.astype("i1"), "v": V.astype("i1")}, "arrays of int8 are not supported"),
+    ("8 bits", {"k": K.astype("f8"), "v": V.astype("f8")}, "k and v are float64, but q is float32"),
+    ("8 bits", {"dtype": "float8_e4m3fn"}, "dtype='float8_e4m3fn' was asked for, but the array is float8_e5"),
+    ("latent", {"v_dim": 584}, "v_dim 584 must be a number of k's 576 channels"),
+    ("latent", {"scale": None}, "the scale has to be given"),
+    ("latent", {"v_dim": None}, r"v is missing: pass it, or Shard\(v_dim="),
+    ("latent", {"v_dim": None, "v": LATENT["k"][..., :100]}, "v_dim 100 is not supported"),
+    ("pages", {"block_table": np.array([[2, 5]])}, r"block_table\[0, 1\] is 5, but k and v have 5 pages"),
+    ("pages", {"block_table": np.array([[2, -1]])}, r"block_table\[0, 1\] is -1, no page"),
+    ("pages", {"block_table": np.array([[2, 2]])}, "has page 2 twice in sequence 0"),
+    ("pages", {"block_table": np.array([2, 0])}, r"block_table is int64 \[2\]"),
+    ("pages", {"block_table": np.array([[2.0, 0]])}, "block_table is float64"),
+    ("pages", {"lengths": [9]}, "a length of 9 is more than the block table holds"),
+    ("pages", {"lengths": None}, "a paged cache needs lengths="),
+    ("pages", {"lengths": [-1]}, "lengths"),
+    ("rules", {"mask": np.ones((1, 2, 1), bool)}, "the mask is bool"),
+    ("rules", {"mask": np.ones((1, 1, 2), bool)}, "2 draft tokens cannot be the last of a shard of 1"),
+    ("rules", {"draft_positions": [3]}, "pass mask="),
+    ("rules", {"mask": np.ones((1, 1, 1), bool), "draft_positions": 3}, "draft_positions have shape"),
+    ("rules", {"q_positions": [-1]}, "q_positions must be whole numbers"),
+    ("rules", {"q_positions": [0, 1]}, "q_positions have shape"),
+    ("rules", {"lengths": [2]}, "lengths"),
+]
+
+
+@pytest.mark.many_ranks
+@pytest.mark.parametrize(("call", "changes", "message"), ON_ONE_RANK, ids=range(len(ON_ONE_RANK)))
+def test_what_is_wrong_on_one_rank_is_raised_by_all(comm, call, changes, message):
+    last = comm.rank == comm.size - 1
+    raises(comm, call, message, **changes if last else {})
+
+
+def test_pages_that_are_wrong_on_one_rank_are_told_by_all_under_rules_too(comm):
+    for call, changes, message in ON_ONE_RANK:
+        if call == "pages":
+            raises(comm, call, message, causal=True, **changes if comm.rank == comm.size - 1 else {})
+
+
+EVERYWHERE = [
+    (
+        {"scheme": "binary_three"},
+        "there is no scheme 'binary_three'; did you mean binary_tree.* known: ",
+    ),
+    ({"scheme": "k_ary_tree:radix=0"}, "radix=0 is not allowed; radix .* takes an integer of at least 2"),
+    ({"scheme": "chain:radix=2"}, "chain has no parameter 'radix'; it takes none"),
+    ({"scheme": "hierarchical:nodes=100+1"}, "hierarchical: nodes=100[+]1 hold 101 ranks, but there are"),
+    ({"q_root": 10**6}, "q_root 1000000 is not a rank of this communicator: use 0 to"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), EVERYWHERE, ids=range(len(EVERYWHERE)))
+def test_what_is_wrong_everywhere(comm, changes, message):
+    raises(comm, "plain", message, **changes)
+
+
+def test_what_is_given_twice_or_is_of_another_kind(comm):
+    for given, message in (
+        ({"k": Shard(K, V), "v": V}, "v is given twice: in the Shard, and beside it"),
+        ({"k": Shard(K, V, [1]), "lengths": [1]}, "lengths is given twice: in the Shard, and beside it"),
+        ({"k": K, "v": V, "scheme": 5}, "scheme must be a name or a Schedule, not 5"),
+        ({"k": K, "v": V, "rules": {"causal": True}}, "rules must be a treeattn.Rules, not {'causal': True}"),
+    ):
+        raised_by_all(comm, lambda given=given: treeattn.decode(Q, comm=comm, **given), message)
+
+
+#: `last`: is this the last rank? What it passes is another thing than what the others do.
+DIFFERENT = [
+    ("plain", lambda last, c: {"q": Q[:, :, : 2 if last else 4]}, "the shape or dtype of q, k, v differs"),
+    (
+        "plain",
+        lambda last, c: {name: one.astype("f2" if last else "f4") for name, one in zip("qkv", (Q, K, V))},  # noqa: B905
+        "the shape or dtype of q, k, v differs",
+    ),
+    ("plain", lambda last, c: {"scheme": "binary_tree" if last else "chain"}, "scheme differs between ranks"),
+    ("plain", lambda last, c: {"scale": 2.0 if last else 1.0}, "scale differs between ranks: 1.0 on rank 0"),
+    ("plain", lambda last, c: {"output": "heads" if last else "replicated"}, "output differs between ranks"),
+    ("plain", lambda last, c: {"q_root": None if last else 0}, "q_root differs between ranks: 0 on rank 0"),
+    ("plain", lambda last, c: {"begins": [c.rank]}, "begins differs between ranks"),
+    ("plain", lambda last, c: {"positions": range(9) if last else None}, "positions being known differs"),
+    ("rules", lambda last, c: {"positions": [3]}, "both claim position 3"),
+    ("rules", lambda last, c: {"positions": [c.rank] if c.rank else None}, "rank 0 passed no positions"),
+    ("rules", lambda last, c: {"window": (c.rank, 0)}, "rules differs"),
+    ("rules", lambda last, c: {"positions": f"sizes={c.size}" + (c.size - 1) * ",0"}, "gives rank"),
+    ("rules", lambda last, c: {"positions": "zigzag" if last else "interleaved"}, "the layout of positions"),
+    ("rules", lambda last, c: {"positions": None, "q_positions": [c.rank]}, "q_positions"),
+    ("rules", lambda last, c: {"positions": None, "q_positions": [0] if last else None}, "q_positions"),
+    (
+        "pages",
+        lambda last, c: {name: np.ones((5, 8 if last else 4, 1, 8), np.float32) for name in "kv"},
+        r"page_size \(None without a block_table\) differs",
+    ),
+    (
+        "pages",
+        lambda last, c: {"k": K20, "v": K20, "block_table": None} if last else {},
+        r"page_size \(None without a block_table\) differs",
+    ),
+]
+K20 = np.ones((1, 20, 1, 8), np.float32)
+
+
+@pytest.mark.many_ranks
+@pytest.mark.parametrize(("call", "changes", "message"), DIFFERENT, ids=range(len(DIFFERENT)))
+def test_what_ranks_say_together_cannot_be(comm, call, changes, message):
+    if comm.size == 1:
+        pytest.skip("one rank cannot contradict itself")
+    raises(comm, call, message, **changes(comm.rank == comm.size - 1, comm))
+
+
+def test_a_hole_between_blocks_is_named(comm):
+    if comm.size == 1:
+        pytest.skip("one rank has no next one")
+    q, k = np.ones((2, 1, 1, 8), np.float32), np.ones((2, 3, 1, 8), np.float32)
+    given = {"lengths": np.array([3, 1 if comm.rank == 0 else 3]), "rules": Rules(causal=True), "comm": comm}
+    said = "sequence 1 has a hole: rank 0 holds fewer"
+    raised_by_all(comm, lambda: treeattn.decode(q, k, k, **given), said, ArgumentError)
+
+
+def test_a_ring_refuses_the_mask_of_one_rank_on_all(comm):
+    mask = np.ones((1, 1, 1), bool) if comm.rank == comm.size - 1 else None
+    said = "lets every query see every token: mask need"
+    raises(comm, "plain", said, RestrictionError, scheme="query_ring", mask=mask)
+
+
+def test_ranks_that_scale_differently_are_told(comm):
+    if comm.size == 1:
+        pytest.skip("one rank cannot contradict itself")
+    cache = CacheFormat("float8_e5m2", k_scale=1.0 + comm.rank, v_scale=1.0)
+    with pytest.raises(ArgumentError, match="k_scale"):
+        Decoder(comm, heads=2, kv_heads=2, head_dim=8, cache=cache)
+
+
+LACKING = {
+    "lets every query see every token": {"rules": Rules(causal=True)},
+    "a paged cache needs another scheme, and groups=1": {"cache": CacheFormat(page_size=16)},
+    "takes q, k and v of one type": {"cache": CacheFormat(dtype="float16"), "dtype": "float32"},
+    "v_dim needs another scheme": {"cache": CacheFormat(v_dim=8), "head_dim": 16, "scale": 1.0},
+}
+
+
+@pytest.mark.parametrize("said", LACKING)
+@pytest.mark.parametrize("how", ["kv_ring", "query_ring", Reduction(groups=2)])
+def test_ways_that_lack_something_refuse_it(comm, how, said):
+    plan = {"heads": 2, "kv_heads": 2, "head_dim": 8} | LACKING[said]
+    if said == "v_dim needs another scheme" and not isinstance(how, str):
+        Decoder(comm, **plan, scheme=how).close()  # groups of heads take it
+        return
+    with pytest.raises(RestrictionError, match=said):
+        Decoder(comm, **plan, scheme=how)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        *((lambda n=n: CacheFormat(page_size=n), "page_size must be a positive whole number")
+          for n in (0, -1, 1.5, True)),
+        (lambda: Shard(K, V, k_scale=1.0, v_scale=np.nan), "v_scale must be finite and above 0"),
+        (lambda: Shard(K, V, v_dim=32), "pass v=None, or leave v_dim out"),
+        (lambda: Shard(K, v_dim=0), "v_dim must be a positive whole number, not 0"),
+    ],
+)  # fmt: skip
+def test_values_that_cannot_be_are_refused_where_they_are_made(make, said):
+    with pytest.raises(ArgumentError, match=said):
+        make()
+
+
+@pytest.mark.parametrize("scheme", ["counts twice", "a list", "lists", "nameless", "halves"])
+def test_wrong_schedules_are_refused_by_all(comm, scheme):
+    """Of all ranks, and of the last one alone."""
+    if comm.size == 1:
+        pytest.skip("a rank alone has no rounds to get wrong")
+    rounds = star(comm.size).rounds
+    made, message = {
+        "counts twice": ((scheme, comm.size, 1, (rounds[0],) * 2), "twice"),
+        "a list": ((scheme, comm.size, 1, list(rounds)), "a tuple of rounds"),
+        "lists": ((scheme, comm.size, 1, tuple(map(list, rounds))), "a round is a tuple of Transfer"),
+        "nameless": ((None, comm.size, 1, rounds), "has a name"),
+        "halves": ((scheme, comm.size, 1.5, rounds), "whole numbers"),
+    }[scheme]
+    wrong = collectives.Schedule(*made)
+    raises(comm, "plain", message, ScheduleError, scheme=wrong)
+    alone = wrong if comm.rank == comm.size - 1 else star(comm.size, str(wrong.name))
+    raises(comm, "plain", "the schedule .* differs" if scheme == "counts twice" else message, scheme=alone)
+
+
+@pytest.mark.many_ranks
+def test_schedules_that_differ_between_ranks_are_refused_by_all(comm):
+    """Of one name, but another order of messages on the last rank."""
+    if comm.size < 3:
+        pytest.skip("three ranks have the first order to differ in")
+    schedule, last = star(comm.size), comm.rank == comm.size - 1
+    first, *rest = schedule.rounds
+    other = collectives.Schedule("star", comm.size, 1, (first[::-1], *rest))
+    raises(comm, "plain", "the schedule star differs", ArgumentError, scheme=other if last else schedule)
+    said = "scheme differs .* 'star' on rank 0, 'chain'"
+    raises(comm, "plain", said, ArgumentError, scheme="chain" if last else schedule)
