@@ -9,10 +9,8 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,34 +33,49 @@ LOAD = SEVEN + "print(compile.library_path('portable'))"
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     folder = tmp_path / "cache"
     monkeypatch.setenv("TREEATTN_CACHE", str(folder))
     return folder
 
 
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(monkeypatch):
     """A source that compiles at once, for tests that load nothing."""
     monkeypatch.setattr(compile, "_sources", lambda: {"tiny.c": b"int tiny;\n", "tiny.h": b""})
 
 
 @pytest.fixture
-def counting_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def as_cc(tmp_path, monkeypatch):
+    """Makes a shell script the compiler."""
+
+    def as_cc(text):
+        script = tmp_path / "made-cc"
+        script.write_text(f"#!/bin/sh\n{text}")
+        script.chmod(0o755)
+        monkeypatch.setenv("CC", str(script))
+        return script
+
+    return as_cc
+
+
+@pytest.fixture
+def counting_compiler(tmp_path, as_cc):
     """A `cc` that notes each compilation in a file and takes its time; returns that file."""
     log = tmp_path / "compilations"
     log.touch()
-    script = tmp_path / "counting-cc"
-    script.write_text(
-        f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo once >> {log}; sleep 0.5;; esac\n'
-        f'exec {COMPILER} "$@" -O0\n'
-    )
-    script.chmod(0o755)
-    monkeypatch.setenv("CC", str(script))
+    as_cc(f'case "$*" in *--version*) ;; *) echo once >> {log}; sleep 0.5;; esac\nexec {COMPILER} "$@" -O0\n')
     return log
 
 
-def python(code: str, **environment: str) -> subprocess.Popen[str]:
+def said(code):
+    """What a process of its own prints."""
+    out, error = python(code).communicate(timeout=300)
+    assert not error
+    return out.strip()
+
+
+def python(code, **environment):
     return subprocess.Popen(
         [sys.executable, "-c", code], env={**os.environ, **environment},
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3],
@@ -70,7 +83,7 @@ def python(code: str, **environment: str) -> subprocess.Popen[str]:
 
 
 @needs_compiler
-def test_processes_that_start_together_compile_once(cache: Path, counting_compiler: Path) -> None:
+def test_processes_that_start_together_compile_once(cache, counting_compiler):
     processes = [python(LOAD) for _ in range(4)]
     outputs = [process.communicate(timeout=300) for process in processes]
     assert [process.returncode for process in processes] == [0] * 4, outputs
@@ -81,7 +94,7 @@ def test_processes_that_start_together_compile_once(cache: Path, counting_compil
 
 @needs_compiler
 @pytest.mark.usefixtures("tiny")
-def test_the_file_is_found_again(cache: Path, counting_compiler: Path) -> None:
+def test_the_file_is_found_again(cache, counting_compiler):
     first = compile.library_path("portable")
     assert compile.library_path("portable") == first
     assert counting_compiler.read_text().count("once") == 1
@@ -90,48 +103,41 @@ def test_the_file_is_found_again(cache: Path, counting_compiler: Path) -> None:
 
 
 @needs_compiler
-def test_a_compiler_that_dies_half_way_leaves_nothing(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    script = tmp_path / "dying-cc"
+def test_a_compiler_that_dies_half_way_leaves_nothing(cache, as_cc):
     # Writes half a file to what follows -o, then fails: the disc is full, or a signal came.
-    script.write_text(
-        f'#!/bin/sh\ncase "$*" in *--version*) exec {COMPILER} --version;; esac\n'
+    as_cc(
+        f'case "$*" in *--version*) exec {COMPILER} --version;; esac\n'
         'while [ $# -gt 0 ]; do [ "$1" = -o ] && printf "\\177ELF half" > "$2"; shift; done\n'
         'echo "kernels.c:1: error: no space left" >&2\nexit 3\n'
     )
-    script.chmod(0o755)
-    monkeypatch.setenv("CC", str(script))
     with pytest.raises(BackendError, match="no space left"):
         compile.library_path("portable")
     assert not list(cache.glob("*.so"))
     assert not list(cache.glob("*.tmp"))
 
 
-def truncated(content: bytes) -> bytes:
+def truncated(content):
     return content[: len(content) // 2]
 
 
-def emptied(content: bytes) -> bytes:
+def emptied(content):
     return b""
 
 
-def of_another_processor(content: bytes) -> bytes:
+def of_another_processor(content):
     return content[:18] + b"\xf3\x00" + content[20:]  # e_machine of the ELF header: RISC-V
 
 
-def with_one_wrong_bit(content: bytes) -> bytes:
+def with_one_wrong_bit(content):
     middle = len(content) // 2
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
 
 
 @needs_compiler
 @pytest.mark.parametrize("damage", sample(2, [truncated, emptied, of_another_processor, with_one_wrong_bit]))
-def test_a_damaged_file_is_compiled_anew_once(
-    cache: Path, counting_compiler: Path, damage: Callable[[bytes], bytes]
-) -> None:
+def test_a_damaged_file_is_compiled_anew_once(cache, counting_compiler, damage):
     code = SEVEN + "print(compile.library('portable').seven())"
-    assert python(code).communicate(timeout=300) == ("7\n", "")
+    assert said(code) == "7"
     (path,) = cache.glob("*.so")
     path.write_bytes(damage(path.read_bytes()))
     processes = [python(code) for _ in range(3)]
@@ -142,8 +148,8 @@ def test_a_damaged_file_is_compiled_anew_once(
 
 @needs_compiler
 @pytest.mark.usefixtures("cache", "tiny")
-def test_a_whole_file_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(name: str) -> None:
+def test_a_whole_file_that_cannot_be_loaded_is_an_error(monkeypatch):
+    def refuse(name):
         raise OSError("failed to map segment from shared object")
 
     monkeypatch.setattr(compile.ctypes, "CDLL", refuse)
@@ -152,17 +158,15 @@ def test_a_whole_file_that_cannot_be_loaded_is_an_error(monkeypatch: pytest.Monk
 
 
 @needs_compiler
-def test_a_killed_process_leaves_no_file_that_is_used(cache: Path, counting_compiler: Path) -> None:
+def test_a_killed_process_leaves_no_file_that_is_used(cache, counting_compiler):
     die = "compile.os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)\n"
     process = python(f"import os, signal\n{SEVEN}{die}{LOAD}")
     process.communicate(timeout=300)
     assert process.returncode == -9
     assert len(list(cache.glob("*.tmp"))) == 1
     assert not list(cache.glob("*.so"))
-    again = python(LOAD)
-    out, error = again.communicate(timeout=300)
-    assert again.returncode == 0, error
-    assert list(cache.glob("*.so")) == [Path(out.strip())]
+    again = said(LOAD)
+    assert list(cache.glob("*.so")) == [Path(again)]
     assert counting_compiler.read_text().count("once") == 2
 
 
@@ -170,7 +174,7 @@ def test_a_killed_process_leaves_no_file_that_is_used(cache: Path, counting_comp
 @pytest.mark.parametrize(
     "compiler", ["/nonexistent/cc", "false", "sh -c 'echo x.c:1: error: bad >&2; exit 1'"]
 )
-def test_without_a_compiler_numpy_serves(compiler: str) -> None:
+def test_without_a_compiler_numpy_serves(compiler):
     code = (
         "import numpy as np\nfrom treeattn.backends import cpu\n"
         "print(cpu.compiled_kernels_problem())\n"
@@ -193,21 +197,16 @@ def test_without_a_compiler_numpy_serves(compiler: str) -> None:
 
 
 @pytest.mark.usefixtures("tiny", "cache")
-def test_a_compile_that_fails_is_not_repeated_by_those_who_wait(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compile_that_fails_is_not_repeated_by_those_who_wait(tmp_path, as_cc, monkeypatch):
     """Of three that come at once, one compiles, not before all stand at the lock; who comes later tries."""
     log, go = tmp_path / "compilations", tmp_path / "go"
-    script = tmp_path / "failing-cc"
-    script.write_text(
-        f'#!/bin/sh\ncase "$*" in *--version*) exit 0;; esac\necho once >> {log}\n'
+    script = as_cc(
+        f'case "$*" in *--version*) exit 0;; esac\necho once >> {log}\n'
         f'while [ ! -e {go} ]; do sleep 0.01; done\necho "error: too old" >&2; exit 1\n'
     )
-    script.chmod(0o755)
-    monkeypatch.setenv("CC", str(script))
     lock, waiting = compile.fcntl.flock, threading.Semaphore(0)
 
-    def flock(*arguments: Any) -> None:
+    def flock(*arguments):
         waiting.release()
         lock(*arguments)
 
@@ -226,7 +225,7 @@ def test_a_compile_that_fails_is_not_repeated_by_those_who_wait(
 
 @needs_compiler
 @pytest.mark.usefixtures("tiny")
-def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written(tmp_path, monkeypatch):
     blocker = tmp_path / "file"
     blocker.touch()
     monkeypatch.setenv("TREEATTN_CACHE", str(blocker / "cache"))  # below a file: not even root can
@@ -243,9 +242,7 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
 
 @needs_compiler
 @pytest.mark.usefixtures("tiny")
-def test_machines_without_a_compiler_use_what_others_compiled(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_without_a_compiler_use_what_others_compiled(cache, monkeypatch):
     path = compile.library_path("portable")
     monkeypatch.setenv("CC", "/nonexistent/cc")
     assert compile.library_path("portable") == path
@@ -262,10 +259,10 @@ def test_machines_without_a_compiler_use_what_others_compiled(
 
 @needs_compiler
 @pytest.mark.usefixtures("tiny")
-def test_a_full_cache_need_not_be_writable(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_cache_need_not_be_writable(cache, monkeypatch):
     path = compile.library_path("portable")
 
-    def refuse(**_: object) -> None:
+    def refuse(**_):
         raise PermissionError("read-only")
 
     monkeypatch.setattr(compile.tempfile, "TemporaryFile", refuse)
@@ -275,9 +272,7 @@ def test_a_full_cache_need_not_be_writable(cache: Path, monkeypatch: pytest.Monk
     assert path.parent == cache
 
 
-def test_a_temporary_folder_of_someone_else_is_not_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_temporary_folder_of_someone_else_is_not_trusted(tmp_path, monkeypatch):
     monkeypatch.setattr(compile.tempfile, "tempdir", str(tmp_path))
     folder = tmp_path / f"treeattn-{os.getuid()}"
     folder.mkdir()
@@ -295,9 +290,7 @@ def test_a_temporary_folder_of_someone_else_is_not_trusted(
     assert compile._private_temporary_folder() != tmp_path / "treeattn-12345"
 
 
-def test_a_cache_folder_that_everybody_can_write_is_not_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_folder_that_everybody_can_write_is_not_trusted(tmp_path, monkeypatch):
     folder = tmp_path / "treeattn"
     folder.mkdir()
     folder.chmod(0o1777)
@@ -311,9 +304,7 @@ def test_a_cache_folder_that_everybody_can_write_is_not_trusted(
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make another user's folder")
-def test_a_cache_folder_that_another_user_planted_is_not_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_folder_that_another_user_planted_is_not_trusted(tmp_path, monkeypatch):
     """In a folder such as /tmp, its own or one above it; and in one that lets everybody rename it."""
     shared = tmp_path / "shared"
     (shared / "planted" / "kernels").mkdir(parents=True)
@@ -327,9 +318,7 @@ def test_a_cache_folder_that_another_user_planted_is_not_trusted(
     assert compile._open_to_all(shared / "new")
 
 
-def test_code_is_taken_from_no_folder_that_others_fill(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_is_taken_from_no_folder_that_others_fill(tmp_path, monkeypatch):
     """Unless the user names it: a group's, or somebody else's."""
     monkeypatch.delenv("TREEATTN_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -351,7 +340,7 @@ def test_code_is_taken_from_no_folder_that_others_fill(
     assert compile._chosen_folder() == folder
 
 
-def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_follows_the_environment(tmp_path, monkeypatch):
     monkeypatch.delenv("TREEATTN_CACHE", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -362,7 +351,7 @@ def test_the_cache_folder_follows_the_environment(tmp_path: Path, monkeypatch: p
     assert compile._writable_folder() == tmp_path / "own"
 
 
-def test_planning_many_merges_asks_for_the_processor_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_planning_many_merges_asks_for_the_processor_once(monkeypatch):
     """And still follows the environment from one merge to the next."""
     reads = []
     read_text = Path.read_text
@@ -380,7 +369,7 @@ def test_planning_many_merges_asks_for_the_processor_once(monkeypatch: pytest.Mo
 
 @needs_compiler
 @pytest.mark.usefixtures("cache", "tiny")
-def test_builds_differ_by_isa_compiler_and_source(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builds_differ_by_isa_compiler_and_source(monkeypatch):
     paths = {compile.library_path(isa) for isa in compile.available_isas()}
     monkeypatch.setenv("CC", "cc -DOTHER")
     paths.add(compile.library_path("portable"))
@@ -406,9 +395,7 @@ def test_builds_differ_by_isa_compiler_and_source(monkeypatch: pytest.MonkeyPatc
         ("riscv64", set(), ("portable",)),
     ],
 )
-def test_the_instruction_set_is_one_that_the_processor_has(
-    monkeypatch: pytest.MonkeyPatch, machine: str, features: set[str], expected: tuple[str, ...]
-) -> None:
+def test_the_instruction_set_is_one_that_the_processor_has(monkeypatch, machine, features, expected):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(compile, "_x86_features", lambda: features)
     monkeypatch.delenv("TREEATTN_ISA", raising=False)

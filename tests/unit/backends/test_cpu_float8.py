@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 import pytest
 
 from tests.support import verbs
+from tests.support.problems import FLOAT8, assert_exact
 from treeattn import reference
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
@@ -16,23 +15,21 @@ from treeattn.attention.positions import Runs
 from treeattn.backends import cpu
 from treeattn.errors import ArgumentError
 
-Array = np.ndarray[Any, Any]
-FLOAT8 = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+pytestmark = pytest.mark.usefixtures("build")
 
 
-def attend(q: Array, k: Array, v: Array, **plan: Any) -> tuple[Array, Array]:
-    batch, queries, heads, head_dim = q.shape
-    dtype = np.float64 if q.dtype == np.float64 else np.float32
-    records = np.empty((batch, heads, queries, head_dim + 2), dtype)
-    verbs.attend(cpu, q, k, v, records, **{"scale": 0.1} | plan)
-    out, lse = np.empty(q.shape, dtype), np.empty((batch, heads, queries), dtype)
-    verbs.finish(cpu, records, out, lse)
-    return out, lse
+def attend(*arrays, **given):
+    return verbs.attention(cpu, *arrays, **{"scale": 0.1} | given)
+
+
+def widened(k, v, k_scale, v_scale):
+    """What elements of 8 bits stand for."""
+    scales = np.reshape(k_scale, (-1, 1)), np.reshape(v_scale, (-1, 1))
+    return [array.astype(np.float64) * scale for array, scale in zip((k, v), scales, strict=True)]
 
 
 @pytest.mark.parametrize("stored", FLOAT8)
-@pytest.mark.usefixtures("build")
-def test_every_element_is_read_right(stored: Any) -> None:
+def test_every_element_is_read_right(stored):
     """One token: the output is its value, by whole vectors and by the last few elements of a row."""
     every = np.arange(256, dtype=np.uint8).view(stored)
     for head_dim in (8, 40, 64):
@@ -53,26 +50,17 @@ def test_every_element_is_read_right(stored: Any) -> None:
 @pytest.mark.parametrize(
     "shape", [(2, 1, 2, 1, 128, 1100), (1, 3, 2, 4, 72, 300), (3, 2, 1, 5, 40, 17), (1, 9, 2, 4, 72, 100)]
 )
-@pytest.mark.usefixtures("build")
-def test_exact_on_the_widened_elements(stored: Any, queried: Any, shape: tuple[int, ...]) -> None:
+def test_exact_on_the_widened_elements(stored, queried, shape):
     batch, queries, kv_heads, group, head_dim, tokens = shape
     rng = np.random.default_rng(tokens)
     q = rng.standard_normal((batch, queries, kv_heads * group, head_dim)).astype(queried)
     k = (3 * rng.standard_normal((batch, tokens, kv_heads, head_dim))).astype(stored)
     v = rng.standard_normal(k.shape).astype(stored)
-    scales = rng.uniform(0.3, 2, (2, kv_heads)).astype(np.float32)
-    k_scale, v_scale = scales.tolist()
-    got = attend(q, k, v, k_scale=k_scale, v_scale=v_scale)
-    wide = [array.astype(np.float64) * one[:, None] for array, one in zip((k, v), scales, strict=True)]
-    part = reference.partial(q, *wide, scale=0.1)
-    for ours, exact, bound in zip(
-        got, reference.combine([part]), reference.error_bounds([part]), strict=True
-    ):
-        np.testing.assert_allclose(ours, exact, rtol=0, atol=bound)
+    scales = dict(zip(("k_scale", "v_scale"), rng.uniform(0.3, 2, (2, kv_heads)).tolist(), strict=True))
+    assert_exact(attend(q, k, v, **scales), q, *widened(k, v, **scales), scale=0.1)
 
 
-@pytest.mark.usefixtures("build")
-def test_bits_and_rules() -> None:
+def test_bits_and_rules():
     """uint8 where it is named; a window with drafts, whose tokens are copied side by side."""
     rng = np.random.default_rng(5)
     q = rng.standard_normal((1, 2, 4, 64)).astype(np.float32)
@@ -80,27 +68,19 @@ def test_bits_and_rules() -> None:
     visible = MaskTables(Rules(causal=True, window=(50, 0), softcap=3.0), 1, 2)
     mask = np.array([[[True, False, True, False, True], [False, True, True, False, False]]])
     visible.update(Runs([(0, 1, 195)]), 200, None, [100, 150], mask)
-    out, lse = attend(q, k, v, tables=visible, k_scale=[1.0, 2.0], v_scale=[0.5, 3.0])
-    wide = [array.astype(np.float64) * one for array, one in ((k, [[1], [2]]), (v, [[0.5], [3]]))]
+    scales = {"k_scale": [1.0, 2.0], "v_scale": [0.5, 3.0]}
     seen = reference.seen(np.arange(195), [[100, 150]], causal=True, window=(50, 0))
-    part = reference.partial(q, *wide, scale=0.1, softcap=3.0, seen=np.concatenate([seen, mask], 2))
-    for ours, exact, bound in zip(
-        (out, lse), reference.combine([part]), reference.error_bounds([part]), strict=True
-    ):
-        np.testing.assert_allclose(ours, exact, rtol=0, atol=bound)
-    records, raw = (np.empty((1, 4, 2, 66), np.float32) for _ in "12")
-    plan = {"scale": 0.1, "k_scale": [1.0, 2.0], "v_scale": [0.5, 3.0]}
-    cpu.PlannedAttention(records, **plan)(q, k, v)
-    cpu.PlannedAttention(raw, kv_dtype="float8_e5m2", **plan)(q, k.view(np.uint8), v.view(np.uint8))
-    assert records.tobytes() == raw.tobytes()
+    rules = {"softcap": 3.0, "seen": np.concatenate([seen, mask], 2)}
+    got = attend(q, k, v, tables=visible, **scales)
+    assert_exact(got, q, *widened(k, v, **scales), scale=0.1, **rules)
+    raw = attend(q, k.view(np.uint8), v.view(np.uint8), kv_dtype="float8_e5m2", **scales)
+    assert all(map(np.array_equal, raw, attend(q, k, v, **scales)))
 
 
-@pytest.mark.usefixtures("build")
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_is_refused():
     q, k = np.zeros((1, 1, 4, 8), np.float32), np.zeros((1, 3, 2, 8), ml_dtypes.float8_e5m2)
     with pytest.raises(ArgumentError, match="3 scales for 2 KV heads"):
         attend(q, k, k, k_scale=[1.0, 1.0, 1.0], v_scale=[1.0, 1.0])
-    with pytest.raises(ArgumentError, match="with float32 records"):
-        attend(q.astype(ml_dtypes.float8_e5m2), k, k)
-    with pytest.raises(ArgumentError, match="with float32 records"):
-        attend(q, k.view(np.uint8), k.view(np.uint8))
+    for queried, stored in ((q.astype(ml_dtypes.float8_e5m2), k), (q, k.view(np.uint8))):
+        with pytest.raises(ArgumentError, match="with float32 records"):
+            attend(queried, stored, stored)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -47,32 +46,33 @@ int cuGetErrorName(int code, const char **name) {
 """
 
 
-def pretend(
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-    init: int = 0,
-    broken: int = 0,
-    uuid: str = "cuDeviceGetUuid_v2",
-) -> None:
-    library, version = folder / "libcuda.so.1", folder / "version"
-    command = ["cc", "-shared", "-fPIC", f"-DINIT={init}", f"-DBROKEN={broken}", f"-DUUID={uuid}"]
-    command += ["-x", "c", "-", "-o", str(library)]
-    subprocess.run(command, input=SOURCE, text=True, check=True, timeout=300)
-    version.write_text(
-        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
-    )
-    monkeypatch.setattr(cuda_driver, "_LIBRARY", str(library))
-    monkeypatch.setattr(cuda_driver, "_MODULE_VERSION", version)
+@pytest.fixture
+def pretend(monkeypatch, tmp_path):
+    """Puts such a library, and a version of the kernel's module, in the driver's place."""
+    library, version = tmp_path / "libcuda.so.1", tmp_path / "version"
+
+    def pretend(init=0, broken=0, uuid="cuDeviceGetUuid_v2"):
+        command = ["cc", "-shared", "-fPIC", f"-DINIT={init}", f"-DBROKEN={broken}", f"-DUUID={uuid}"]
+        command += ["-x", "c", "-", "-o", str(library)]
+        subprocess.run(command, input=SOURCE, text=True, check=True, timeout=300)
+        version.write_text(
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
+        )
+        monkeypatch.setattr(cuda_driver, "_LIBRARY", str(library))
+        monkeypatch.setattr(cuda_driver, "_MODULE_VERSION", version)
+
+    return pretend
 
 
-def test_two_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend(monkeypatch, tmp_path)
+def test_two_gpus(pretend):
+    pretend()
     gpus = (cuda_driver.Gpu("First", "9.0", 70 << 30), cuda_driver.Gpu("Second", "9.1", 71 << 30))
     assert cuda_driver.driver() == cuda_driver.Driver("550.54.15", (12, 4), gpus)
+    assert cuda_driver.addresses() == ("0000:19:00.0", "0000:9a:00.0")
 
 
-def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend(monkeypatch, tmp_path, init=100)
+def test_a_driver_without_gpus(pretend, monkeypatch, tmp_path):
+    pretend(init=100)
     monkeypatch.setattr(cuda_driver, "_MODULE_VERSION", tmp_path / "none")
     assert cuda_driver.driver() == cuda_driver.Driver(None, (12, 4), ())
 
@@ -85,46 +85,29 @@ def test_a_driver_without_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         ({"broken": 101}, "cuDeviceGet says error 101"),
     ],
 )
-def test_its_errors_are_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, codes: dict[str, int], message: str
-) -> None:
-    pretend(monkeypatch, tmp_path, **codes)
+def test_its_errors_are_named(pretend, codes, message):
+    """A driver that does not start has GPUs nowhere, and a GPU that is not there has no UUID."""
+    pretend(**codes)
     with pytest.raises(BackendError, match=message):
         cuda_driver.driver()
+    if "init" in codes:
+        assert cuda_driver.addresses() == ()
+    else:
+        with pytest.raises(BackendError, match=message):
+            cuda_driver.identity(7)
 
 
 @pytest.mark.parametrize("name", ["cuDeviceGetUuid", "cuDeviceGetUuid_v2"])
-def test_gpus_are_told_apart_by_all_of_their_uuid(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
-) -> None:
-    pretend(monkeypatch, tmp_path, uuid=name)
+def test_gpus_are_told_apart_by_all_of_their_uuid(pretend, name):
+    pretend(uuid=name)
     assert [cuda_driver.identity(index) for index in (0, 1)] == [
         f"5a005a5a-5a5a-5a5a-5a5a-5a5a5a5a5a{device:02x}" for device in (70, 71)
     ]
 
 
-def test_a_gpu_that_is_not_there_has_no_uuid(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend(monkeypatch, tmp_path, broken=101)
-    with pytest.raises(BackendError, match="cuDeviceGet says error 101"):
-        cuda_driver.identity(7)
-    monkeypatch.setattr(cuda_driver, "_LIBRARY", "/nowhere/libcuda.so.1")
-    with pytest.raises(BackendError, match="no NVIDIA driver"):
-        cuda_driver.identity(0)
-
-
-def test_where_gpus_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pretend(monkeypatch, tmp_path)
-    assert cuda_driver.addresses() == ("0000:19:00.0", "0000:9a:00.0")
-
-
-def test_a_driver_that_does_not_start_has_gpus_nowhere(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    pretend(monkeypatch, tmp_path, init=803)
-    assert cuda_driver.addresses() == ()
-
-
-def test_no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_driver(monkeypatch):
     monkeypatch.setattr(cuda_driver, "_LIBRARY", "/nowhere/libcuda.so.1")
     assert cuda_driver.addresses() == ()
     assert cuda_driver.driver() is None
+    with pytest.raises(BackendError, match="no NVIDIA driver"):
+        cuda_driver.identity(0)

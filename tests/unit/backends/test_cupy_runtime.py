@@ -5,10 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -32,12 +29,12 @@ class OutOfMemoryError(MemoryError):
     """As in cupy.cuda.memory."""
 
 
-def peer_memory(log: list[Any]) -> dict[str, Any]:
+def peer_memory(log):
     """What cupy.cuda.runtime has of memory that processes share: it says what was called. A first entry that
     names a function makes that one fail."""
 
-    def function(name: str) -> Any:
-        def call(*given: Any) -> Any:
+    def function(name):
+        def call(*given):
             if log and log[0] == name:
                 raise CUDARuntimeError("cudaErrorNotSupported: operation not supported")
             log.append((name, *given))
@@ -49,7 +46,7 @@ def peer_memory(log: list[Any]) -> dict[str, Any]:
     return {name: function(name) for name in ("malloc", "free", "memset", *ipc)}
 
 
-def fake_cupy(**changes: Any) -> ModuleType:
+def fake_cupy(**changes):
     """A module with what the runtime uses of CuPy, on a machine with one GPU unless changed."""
 
     class Device:
@@ -61,15 +58,15 @@ def fake_cupy(**changes: Any) -> ModuleType:
         if not changes.get("hip"):
             attributes["MaxSharedMemoryPerBlockOptin"] = 227 << 10
 
-        def __init__(self, device: int = 0) -> None:
+        def __init__(self, device=0):
             self.index = device
 
-        def use(self) -> None:
+        def use(self):
             self.used.append(self.index)
 
-        def __enter__(self) -> None: ...
+        def __enter__(self): ...
 
-        def __exit__(self, *error: object) -> None: ...
+        def __exit__(self, *error): ...
 
     class Stream:
         """Says what was done to it."""
@@ -78,31 +75,31 @@ def fake_cupy(**changes: Any) -> ModuleType:
         log: list[str] = []  # noqa: RUF012
         capturing = False
 
-        def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+        def __init__(self, null=False, non_blocking=False):
             assert not null
             assert non_blocking, "the default stream would wait for a blocking one, which no capture allows"
 
-        def __enter__(self) -> Stream:
+        def __enter__(self):
             self.log.append("current")
             return self
 
-        def __exit__(self, *error: object) -> None:
+        def __exit__(self, *error):
             self.log.append("left")
 
-        def synchronize(self) -> None:
+        def synchronize(self):
             self.log.append("waited for")
 
         @property
-        def done(self) -> bool:
+        def done(self):
             return "busy" not in self.log
 
-        def is_capturing(self) -> bool:
+        def is_capturing(self):
             return self.capturing
 
-        def begin_capture(self) -> None:
+        def begin_capture(self):
             self.log.append("begin")
 
-        def end_capture(self) -> Any:
+        def end_capture(self):
             self.log.append("end")
             if "spoilt" in self.log:
                 raise CUDARuntimeError("cudaErrorStreamCaptureInvalidated")
@@ -113,24 +110,24 @@ def fake_cupy(**changes: Any) -> ModuleType:
 
         ended = False
 
-        def __init__(self, block: bool = False, disable_timing: bool = False) -> None:
+        def __init__(self, block=False, disable_timing=False):
             assert (block, disable_timing) == (False, True)
 
         @property
-        def done(self) -> bool:
+        def done(self):
             return self.ended
 
-        def record(self, stream: Any = None) -> None:
+        def record(self, stream=None):
             Stream.log.append("event")
 
-    def device_count() -> int:
+    def device_count():
         if changes.get("driver") == 0 or changes.get("too_old"):
             raise CUDARuntimeError("cudaErrorInsufficientDriver")
         if "device_error" in changes:
             raise CUDARuntimeError(changes["device_error"])
         return 0 if changes.get("no_gpu") else changes.get("gpus", 1)
 
-    def raw_module(code: str, options: tuple[str, ...], name_expressions: tuple[str, ...]) -> Any:
+    def raw_module(code, options, name_expressions):
         if "compile_error" in changes:
             raise changes["compile_error"]
         assert isinstance(options, tuple)
@@ -139,20 +136,20 @@ def fake_cupy(**changes: Any) -> ModuleType:
         kernel = SimpleNamespace(name=name, kernel=SimpleNamespace(ptr=4711))
         return SimpleNamespace(get_function={name: kernel}.__getitem__)
 
-    def zeros(shape: Any, dtype: Any) -> Any:
+    def zeros(shape, dtype):
         raise OutOfMemoryError("Out of memory allocating 1,024 bytes")
 
-    def pinned(size: int) -> bytearray:
+    def pinned(size):
         if "no_pinned" in changes:
             raise CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
         return bytearray(size + 100)  # a pool gives more than was asked for
 
     module = ModuleType("cupy")
-    module.ndarray = type("ndarray", (), {})  # type: ignore[attr-defined]
-    module.RawModule = strict("RawModule", raw_module)  # type: ignore[attr-defined]
-    module.zeros = module.empty = strict("zeros", zeros)  # type: ignore[attr-defined]
-    module.copyto = strict("copyto", lambda into, source: Stream.log.append("copy"))  # type: ignore[attr-defined]
-    module.cuda = SimpleNamespace(  # type: ignore[attr-defined]
+    module.ndarray = type("ndarray", (), {})
+    module.RawModule = strict("RawModule", raw_module)
+    module.zeros = module.empty = strict("zeros", zeros)
+    module.copyto = strict("copyto", lambda into, source: Stream.log.append("copy"))
+    module.cuda = SimpleNamespace(
         Device=Device,
         Stream=Stream,
         Event=Event,
@@ -182,22 +179,25 @@ def fake_cupy(**changes: Any) -> ModuleType:
     return module
 
 
-@pytest.fixture(autouse=True)
-def _forget() -> Iterator[None]:
-    """What was found out about CuPy is kept for good: not in these tests."""
-    for cached in (cupy_runtime._cupy, cupy_runtime._device):
-        cached.cache_clear()
-    yield
-    for cached in (cupy_runtime._cupy, cupy_runtime._device):
-        cached.cache_clear()
+@pytest.fixture
+def use(monkeypatch):
+    """Puts such a CuPy in place, and returns it. What is found out about one is kept for good: not here."""
+
+    def forget():
+        for cached in (cupy_runtime._cupy, cupy_runtime._device):
+            cached.cache_clear()
+
+    def use(**changes):
+        monkeypatch.setitem(sys.modules, "cupy", fake_cupy(**changes))
+        monkeypatch.setattr(cuda_driver, "identity", lambda index: f"8f1c0a52-{index}")
+        return sys.modules["cupy"]
+
+    forget()
+    yield use
+    forget()
 
 
-def use(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy(**changes))
-    monkeypatch.setattr(cuda_driver, "identity", lambda index: f"8f1c0a52-{index}")
-
-
-def test_cpu_work_never_imports_cupy() -> None:
+def test_cpu_work_never_imports_cupy():
     code = (
         "import sys, treeattn, treeattn.backends.cpu, treeattn.backends.cuda;"
         "import treeattn.backends.cuda.cupy_runtime;"
@@ -213,63 +213,63 @@ def test_cpu_work_never_imports_cupy() -> None:
         ({"too_old": True}, r"built for CUDA 13, the driver offers 12\.4.*treeattn\[cuda12\]"),
         ({"hip": True}, r"for AMD's ROCm, which is not served: use device='cpu'.*treeattn\[cuda12\]"),
         ({"no_gpu": True}, "shows no GPU: check CUDA_VISIBLE_DEVICES"),
-        (
-            {"device_error": "cudaErrorNoDevice: no CUDA-capable device"},
-            "shows no GPU: check CUDA_VISIBLE_DEVICES",
-        ),
-        (
-            {"device_error": "cudaErrorSystemDriverMismatch: ..."},
-            "does not start: cudaErrorSystemDriverM.*doctor",
-        ),
+        ({"device_error": "cudaErrorNoDevice: no CUDA-capable device"}, "shows no GPU: check CUDA_VISIBLE_"),
+        ({"device_error": "cudaErrorSystemDriverMismatch: ..."}, "not start: cudaErrorSystemDriverM.*doctor"),
     ],
 )
-def test_what_lacks_is_named_with_its_remedy(
-    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
-) -> None:
-    use(monkeypatch, **changes)
+def test_what_lacks_is_named_with_its_remedy(use, changes, message):
+    use(**changes)
     with pytest.raises(BackendError, match=message):
         cuda.MergeOperator(64)
     assert cupy_runtime.problem() is not None
 
 
-def test_no_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def package(use, monkeypatch, tmp_path):
+    """Puts a package of this source in CuPy's place."""
+
+    def package(source):
+        (tmp_path / "cupy.py").write_text(source)
+        monkeypatch.delitem(sys.modules, "cupy", raising=False)
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield package
+    sys.modules.pop("cupy", None)
+
+
+def test_no_cupy(use, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(BackendError, match=r"treeattn\[cuda12\]"):
         cuda.MergeOperator(64)
 
 
-def test_cupy_that_lacks_a_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cupy_that_lacks_a_library(package):
     """The package is there, what it loads is not."""
-    (tmp_path / "cupy.py").write_text("raise ImportError('libcudart.so.12: no such file', name='cupy._core')")
-    monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
+    package("raise ImportError('libcudart.so.12: no such file', name='cupy._core')")
     with pytest.raises(BackendError, match=r"does not load: libcudart.*treeattn\[cuda12\]"):
         cuda.MergeOperator(64)
 
 
-def test_a_warning_of_cupy_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_warning_of_cupy_is_no_error(package):
     """Here, where every warning is one: the package warns, and is looked at all the same."""
-    (tmp_path / "cupy.py").write_text(
+    package(
         "import types, warnings\n"
         "warnings.warn('CuPy may not function correctly: two builds')\n"
         "cuda = types.SimpleNamespace(runtime=types.SimpleNamespace(is_hip=True))\n"
     )
-    monkeypatch.delitem(sys.modules, "cupy", raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
     with pytest.warns(UserWarning, match="two builds"), pytest.raises(BackendError, match="for AMD's ROCm"):
         cuda.MergeOperator(64)
-    del sys.modules["cupy"]
 
 
-def test_a_warning_of_the_compiler_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch)
-    compiled = sys.modules["cupy"].RawModule
+def test_a_warning_of_the_compiler_is_no_error(use, monkeypatch):
+    cupy = use()
+    compiled = cupy.RawModule
 
-    def warns(**options: Any) -> Any:
+    def warns(**options):
         warnings.warn("nvrtc: a later version is there", stacklevel=1)
         return compiled(**options)
 
-    monkeypatch.setattr(sys.modules["cupy"], "RawModule", warns)
+    monkeypatch.setattr(cupy, "RawModule", warns)
     with pytest.warns(UserWarning, match="a later version"):
         cupy_runtime.current().kernel("finish", "finish")
 
@@ -283,66 +283,63 @@ class DynamicLibNotFoundError(RuntimeError):
 
 
 @pytest.mark.parametrize(
-    ("error", "message"),
+    ("error", "told", "message"),
     [
-        (DynamicLibNotFoundError("Failure finding libnvrtc.so"), "no NVRTC"),
+        (DynamicLibNotFoundError("Failure finding libnvrtc.so"), BackendError, "no NVRTC"),
         (
-            CUDADriverError("CUDA_ERROR_INVALID_IMAGE: ..."),
-            "does not load finish: CUDA_ERROR_INVALID.*doctor",
+            CUDADriverError("CUDA_ERROR_INVALID_IMAGE"),
+            BackendError,
+            "load finish: CUDA_ERROR_INVALID.*doctor",
         ),
-        (CompileException("kernels/cuda/finish.cu(3): error"), r"NVRTC refuses finish.*finish.cu\(3\)"),
+        (CompileException("finish.cu(3): error"), BackendError, r"NVRTC refuses finish.*finish.cu\(3\)"),
+        (KeyError("a fault of ours"), KeyError, "a fault of ours"),
     ],
 )
-def test_compiler_trouble(monkeypatch: pytest.MonkeyPatch, error: Exception, message: str) -> None:
-    use(monkeypatch, compile_error=error)
-    with pytest.raises(BackendError, match=message):
+def test_trouble_of_the_compiler_is_told_and_no_other(use, error, told, message):
+    use(compile_error=error)
+    with pytest.raises(told, match=message):
         cupy_runtime.current().kernel("finish", "finish")
 
 
-def test_errors_of_other_kinds_pass_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, compile_error=KeyError("a fault of ours"))
-    with pytest.raises(KeyError, match="a fault of ours"):
-        cupy_runtime.current().kernel("finish", "finish")
-
-
-def test_out_of_memory_and_foreign_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch)
+def test_out_of_memory(use):
+    use(no_pinned=True)
     runtime = cupy_runtime.current()
-    assert (runtime.multiprocessors, runtime.shared_bytes, runtime.tensor_cores) == (132, 227 << 10, True)
     with pytest.raises(BackendError, match="num_splits="):
         runtime.zeros(10, np.float32)
-    with pytest.raises(ArgumentError, match=r"k is a numpy\.ndarray.*cupy\.asarray"):
-        runtime.check("k", np.zeros(1))
-    elsewhere = sys.modules["cupy"].ndarray()
-    elsewhere.device = SimpleNamespace(id=1)
-    with pytest.raises(ArgumentError, match="k lies on GPU 1, but GPU 0 is current"):
-        runtime.check("k", elsewhere)
-
-
-def test_every_allocation_says_when_memory_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch)
     with pytest.raises(BackendError, match="out of GPU memory.*smaller cache, more ranks"):
-        cupy_runtime.current().empty((2, 3), np.float32)
-
-
-def test_no_page_locked_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, no_pinned=True)
+        runtime.empty((2, 3), np.float32)
     with pytest.raises(BackendError, match="no page-locked memory.*cudaErrorMemoryAllocation.*of the host"):
-        cupy_runtime.current().pinned((2, 3), np.float32)
+        runtime.pinned((2, 3), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("current", "lies", "message"),
+    [
+        (0, None, r"k is a numpy\.ndarray.*cupy\.asarray"),
+        (0, 1, "k lies on GPU 1, but GPU 0 is current"),
+        (1, 0, r"GPU 1 is current, but .* GPU 0: .*cupy\.cuda\.Device\(0\)"),
+    ],
+)
+def test_arrays_that_lie_elsewhere_are_named(use, current, lies, message):
+    cupy = use(current=current)
+    array = np.zeros(1) if lies is None else cupy.ndarray()
+    if lies is not None:
+        array.device = SimpleNamespace(id=lies)
+    with pytest.raises(ArgumentError, match=message):
+        cupy_runtime.current().check("k", array)
 
 
 @pytest.mark.parametrize(("capability", "has"), [("75", False), ("80", True), ("90", True), ("120", True)])
-def test_tensor_cores_from_compute_capability_8(
-    monkeypatch: pytest.MonkeyPatch, capability: str, has: bool
-) -> None:
-    use(monkeypatch, capability=capability)
-    assert cupy_runtime.current().tensor_cores is has
-
-
-def test_a_kernel_is_compiled_once_and_may_have_its_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch)
+def test_tensor_cores_from_compute_capability_8(use, capability, has):
+    use(capability=capability)
     runtime = cupy_runtime.current()
-    kernel: Any = runtime.kernel("finish", "finish", 70_000)
+    assert (runtime.multiprocessors, runtime.shared_bytes, runtime.tensor_cores) == (132, 227 << 10, has)
+
+
+def test_a_kernel_is_compiled_once_and_may_have_its_shared_memory(use):
+    use()
+    runtime = cupy_runtime.current()
+    kernel = runtime.kernel("finish", "finish", 70_000)
     assert kernel.max_dynamic_shared_size_bytes == 70_000
     assert runtime.kernel("finish", "finish", 70_000) is kernel
     assert not hasattr(runtime.kernel("finish", "finish"), "max_dynamic_shared_size_bytes")
@@ -350,21 +347,13 @@ def test_a_kernel_is_compiled_once_and_may_have_its_shared_memory(monkeypatch: p
     assert runtime.resident_blocks(kernel, 128, 200_000) == 1
 
 
-def test_another_gpu_made_current_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, current=1)
-    array = sys.modules["cupy"].ndarray()
-    array.device = SimpleNamespace(id=0)
-    with pytest.raises(ArgumentError, match=r"GPU 1 is current, but .* GPU 0: .*cupy\.cuda\.Device\(0\)"):
-        cupy_runtime.current().check("k", array)
-
-
-def test_ranks_take_the_visible_gpus_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, gpus=4)
+def test_ranks_take_the_visible_gpus_in_turn(use):
+    cupy = use(gpus=4)
     cupy_runtime.choose(6)
-    assert sys.modules["cupy"].cuda.Device.used == [2]
+    assert cupy.cuda.Device.used == [2]
 
 
-def device_array(done: list[tuple[str, int, int]]) -> Any:
+def device_array(done):
     """Writes down how it is copied."""
     pointer = "cuda.MemoryPointer"
     return SimpleNamespace(
@@ -379,29 +368,25 @@ def device_array(done: list[tuple[str, int, int]]) -> Any:
     )
 
 
-def test_what_is_uploaded_may_change_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_uploaded_may_change_at_once(use):
     """The copies read memory of their own, which is kept until the event behind them."""
-    use(monkeypatch)
-    runtime, event = cupy_runtime.current(), sys.modules["cupy"].cuda.Event
-    done: list[tuple[str, int, int]] = []
-    lengths = np.array([3, 4])
+    cupy = use()
+    runtime, done, lengths = cupy_runtime.current(), [], np.array([3, 4])
     for _ in range(3):
         runtime.upload(device_array(done), lengths)
         lengths += 10
     kept = [staged for _, staged in runtime._uploads]
     assert [staged.tolist() for staged in kept] == [[3, 4], [13, 14], [23, 24]]
     assert done == [("up", staged.ctypes.data, 16) for staged in kept]
-    assert sys.modules["cupy"].cuda.Stream.log == ["event"] * 3
-    event.ended = True
+    assert cupy.cuda.Stream.log == ["event"] * 3
+    cupy.cuda.Event.ended = True
     runtime.upload(device_array(done), lengths)
     assert len(runtime._uploads) == 1
 
 
-def test_copies_go_by_address_and_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch)
-    runtime = cupy_runtime.current()
-    done: list[tuple[str, int, int]] = []
-    array = device_array(done)
+def test_copies_go_by_address_and_length(use):
+    cupy, done = use(), []
+    runtime, array = cupy_runtime.current(), device_array(done)
     host = runtime.pinned((3, 5), np.float32)
     assert host.shape == (3, 5)
     assert host.flags.c_contiguous
@@ -409,14 +394,13 @@ def test_copies_go_by_address_and_length(monkeypatch: pytest.MonkeyPatch) -> Non
     runtime.copy(host, array)
     assert done == [("up", host.ctypes.data, 60), ("down", host.ctypes.data, 60)]
     runtime.copy(array, array)
-    assert sys.modules["cupy"].cuda.Stream.log == ["copy"]
+    assert cupy.cuda.Stream.log == ["copy"]
 
 
-def test_a_capture_has_a_stream_of_its_own_and_ends_with_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch)
-    runtime, log = cupy_runtime.current(), sys.modules["cupy"].cuda.Stream.log
-    launch = runtime.capture(lambda: log.append("run"))
-    launch()
+def test_a_capture_has_a_stream_of_its_own_and_ends_with_an_error(use):
+    log = use().cuda.Stream.log
+    runtime = cupy_runtime.current()
+    runtime.capture(lambda: log.append("run"))()
     assert log == ["current", "begin", "run", "end", "left", "launch"]
     with pytest.raises(ZeroDivisionError):
         runtime.capture(lambda: 1 / 0)
@@ -427,10 +411,10 @@ def test_a_capture_has_a_stream_of_its_own_and_ends_with_an_error(monkeypatch: p
     assert (runtime.stream, runtime.identity, runtime.capturing()) == (77, "8f1c0a52-0", False)
 
 
-def test_a_stream_waits_for_the_last_one_by_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch)
-    runtime, cupy = cupy_runtime.current(), sys.modules["cupy"]
-    log, first, second = [], *(cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+def test_a_stream_waits_for_the_last_one_by_an_event(use, monkeypatch):
+    cupy = use()
+    runtime, log = cupy_runtime.current(), []
+    first, second = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     first.ptr, second.ptr = 1, 2
     for stream in (first, second):
         stream.wait_event = strict("cuda.Stream.wait_event", lambda event, ptr=stream.ptr: log.append(ptr))
@@ -453,9 +437,9 @@ def test_a_stream_waits_for_the_last_one_by_an_event(monkeypatch: pytest.MonkeyP
     assert log == [-1, 2, -2, 1]
 
 
-def test_one_stream_is_asked_and_all_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch)
-    runtime, log = cupy_runtime.current(), sys.modules["cupy"].cuda.Stream.log
+def test_one_stream_is_asked_and_all_are_waited_for(use):
+    log = use().cuda.Stream.log
+    runtime = cupy_runtime.current()
     assert runtime.done()
     log.append("busy")
     assert not runtime.done()
@@ -463,9 +447,9 @@ def test_one_stream_is_asked_and_all_are_waited_for(monkeypatch: pytest.MonkeyPa
     assert log == ["busy", "all"]
 
 
-def test_memory_for_other_processes_is_cudas_own_and_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: list[Any] = []
-    use(monkeypatch, peer=log)
+def test_memory_for_other_processes_is_cudas_own_and_zero(use):
+    log = []
+    use(peer=log)
     runtime = cupy_runtime.current()
     assert runtime.expose(5) == (4096, b"handle")
     size = 2 << 20  # what CUDA shares with nothing else
@@ -484,22 +468,20 @@ def test_memory_for_other_processes_is_cudas_own_and_zero(monkeypatch: pytest.Mo
         ("ipcGetMemHandle", TransportError, "exposes no memory: cudaErrorNotSupported.*'nccl' or 'host'"),
     ],
 )
-def test_memory_that_cannot_be_exposed(
-    monkeypatch: pytest.MonkeyPatch, fails: str, error: type[Exception], message: str
-) -> None:
+def test_memory_that_cannot_be_exposed(use, fails, error, message):
     """It is given back."""
-    log: list[Any] = [fails]
-    use(monkeypatch, peer=log)
-    pool = SimpleNamespace(free_all_blocks=lambda: log.append("pool"))
-    monkeypatch.setattr(sys.modules["cupy"], "get_default_memory_pool", lambda: pool, raising=False)
+    log = [fails]
+    use(peer=log).get_default_memory_pool = lambda: SimpleNamespace(
+        free_all_blocks=lambda: log.append("pool")
+    )
     with pytest.raises(error, match=message):
         cupy_runtime.current().expose(5)
     assert (("free", 4096) in log) == (("malloc", 2 << 20) in log)
     assert ("pool" in log) == (fails == "malloc")
 
 
-def test_memory_that_cannot_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, peer=["ipcOpenMemHandle"])
+def test_memory_that_cannot_be_opened(use):
+    use(peer=["ipcOpenMemHandle"])
     with pytest.raises(
         TransportError, match=r"NotSupported.*peer access.*MIG.*IPC and PID namespaces.*'host'"
     ):

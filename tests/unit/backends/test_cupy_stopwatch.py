@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 from cupy_signatures import ATTRIBUTES, strict
@@ -17,26 +16,26 @@ from treeattn.backends.cuda.cupy_stopwatch import CupyStopwatch
 Log = list[str]
 
 
-def pretend(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
+def pretend(monkeypatch, log):
     """A CuPy that logs what happens to the stream; an event's time is its place in the log, in ms."""
 
     class Stream:
-        def __enter__(self) -> Stream:
+        def __enter__(self):
             return self
 
-        def __exit__(self, *_: object) -> None: ...
+        def __exit__(self, *_): ...
 
-        def synchronize(self) -> None:
+        def synchronize(self):
             log.append("wait")
 
     class Event:
         at = -1
 
-        def record(self, stream: Stream) -> None:
+        def record(self, stream):
             log.append("event")
             self.at = len(log)
 
-        def synchronize(self) -> None:
+        def synchronize(self):
             log.append("wait for event")
 
     properties = {"name": b"Pretended", "major": 9, "minor": 0, "totalGlobalMem": 80 << 30}
@@ -65,16 +64,16 @@ def pretend(monkeypatch: pytest.MonkeyPatch, log: Log) -> None:
     monkeypatch.setattr(cuda_driver, "driver", lambda: cuda_driver.Driver("550.54.15", (12, 4), ()))
 
 
-def test_laps_lie_between_events_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: Log = []
+def test_laps_lie_between_events_without_waiting(monkeypatch):
+    log = []
     pretend(monkeypatch, log)
     times = CupyStopwatch().laps([lambda: log.append("a"), lambda: log.extend("bc")])
     assert log == ["wait", "event", "a", "event", "b", "c", "event", "wait for event"]
     assert times == pytest.approx([2e-3, 3e-3])
 
 
-def test_host_time_leaves_the_device_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    log: Log = []
+def test_host_time_leaves_the_device_out(monkeypatch):
+    log = []
     pretend(monkeypatch, log)
     stopwatch = CupyStopwatch()
     clock = iter([10.0, 14.0])
@@ -83,10 +82,10 @@ def test_host_time_leaves_the_device_out(monkeypatch: pytest.MonkeyPatch) -> Non
     assert log == ["call", "wait", *["call"] * 4, "wait"]
 
 
-def test_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts(monkeypatch):
     pretend(monkeypatch, [])
 
-    def smi(command: list[str], **options: Any) -> Any:
+    def smi(command, **options):
         assert command[:3] == ["nvidia-smi", "-i", "0000:3B:00.0"]
         return SimpleNamespace(stdout="1980, 2619, 1980, 2619, [N/A], 700.00, 31\n")
 
@@ -99,7 +98,7 @@ def test_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["readings"]["temperature_c"] == 31
 
 
-def test_no_nvidia_smi_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_nvidia_smi_is_no_obstacle(monkeypatch):
     pretend(monkeypatch, [])
     monkeypatch.setenv("PATH", "/nowhere")
     assert CupyStopwatch().facts()["readings"] is None

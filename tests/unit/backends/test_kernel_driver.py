@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -25,7 +24,6 @@ from treeattn.backends.cpu import blocked, compile
 from treeattn.backends.cpu.records import rescale_records
 
 pytestmark = pytest.mark.deep
-Array = np.ndarray[Any, Any]
 Driver = list[str]
 KERNELS = Path(__file__).parents[3] / "kernels" / "cpu"
 TYPES = {"float32": (np.float32, 0), "float16": (np.float16, 1), "bfloat16": (ml_dtypes.bfloat16, 2)}
@@ -34,7 +32,7 @@ TYPES = {"float32": (np.float32, 0), "float16": (np.float16, 1), "bfloat16": (ml
 SANITIZE = ["-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 # Name: instruction set, compiler, flags, what runs the result.
-BUILDS: dict[str, tuple[str, str, list[str], list[str]]] = {
+BUILDS = {
     "neon": ("neon", "aarch64-linux-gnu-gcc", ["-O2", "-static"], ["qemu-aarch64"]),
     **{f"{isa}-sanitized": (isa, "cc", SANITIZE, []) for isa in compile.available_isas()},
     # Without random addresses, which the thread sanitizer of older compilers cannot bear.
@@ -43,7 +41,7 @@ BUILDS: dict[str, tuple[str, str, list[str], list[str]]] = {
 
 
 @pytest.fixture(scope="module", params=BUILDS)
-def driver(request: pytest.FixtureRequest) -> Driver:
+def driver(request):
     isa, compiler, flags, runner = BUILDS[request.param]
     for tool in (compiler, *runner[:1]):
         if shutil.which(tool) is None:
@@ -56,7 +54,7 @@ def driver(request: pytest.FixtureRequest) -> Driver:
     return [*runner, str(program)]
 
 
-def run(driver: Driver, head: str, *arrays: Array) -> Array:
+def run(driver, head, *arrays):
     result = subprocess.run(
         driver,
         input=head.encode() + b"\n" + b"".join(array.tobytes() for array in arrays),
@@ -79,7 +77,7 @@ def run(driver: Driver, head: str, *arrays: Array) -> Array:
         (1, 9, 8, 2, 72, 100), (2, 53, 1, 1, 24, 1030),
     ],
 )  # fmt: skip
-def test_attention(driver: Driver, dtype: str, shape: tuple[int, int, int, int, int, int]) -> None:
+def test_attention(driver, dtype, shape):
     batch, queries, heads, kv_heads, head_dim, tokens = shape
     numpy_type, number = TYPES[dtype]
     rng = np.random.default_rng(sum(shape))
@@ -100,7 +98,7 @@ def test_attention(driver: Driver, dtype: str, shape: tuple[int, int, int, int, 
         np.testing.assert_allclose(records[~empty][:, 1], exact[~empty][:, 1], rtol=2e-6)
 
 
-def reference(q: Array, k: Array, v: Array, scale: float) -> Array:
+def reference(q, k, v, scale):
     q, k, v = (array.astype(np.float64) for array in (q, k, v))
     k, v = (np.repeat(array, q.shape[2] // k.shape[2], axis=2) for array in (k, v))
     records = partial.identity((q.shape[0], q.shape[2], q.shape[1]), q.shape[3], np.float64)
@@ -115,7 +113,7 @@ def reference(q: Array, k: Array, v: Array, scale: float) -> Array:
 
 @pytest.mark.parametrize(("stored", "number"), [(ml_dtypes.float8_e4m3fn, 3), (ml_dtypes.float8_e5m2, 4)])
 @pytest.mark.parametrize("shape", [(1, 1, 2, 2, 72, 33), (2, 3, 4, 2, 40, 17), (1, 33, 1, 1, 8, 5)])
-def test_attention_to_8_bits(driver: Driver, stored: Any, number: int, shape: tuple[int, ...]) -> None:
+def test_attention_to_8_bits(driver, stored, number, shape):
     batch, queries, heads, kv_heads, head_dim, tokens = shape
     rng = np.random.default_rng(sum(shape))
     q = rng.standard_normal((batch, queries, heads, head_dim)).astype(np.float32)
@@ -128,7 +126,7 @@ def test_attention_to_8_bits(driver: Driver, stored: Any, number: int, shape: tu
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_what_a_query_may_see(driver: Driver, seed: int) -> None:
+def test_what_a_query_may_see(driver, seed):
     """Drawn cases: nothing beyond the arrays is read, and the records are those of NumPy."""
     drawn = (draw(100 * seed + again, 1) for again in range(100))
     # What a sanitized build does in a second, and the kernels serve.
@@ -170,7 +168,7 @@ def test_what_a_query_may_see(driver: Driver, seed: int) -> None:
 
 
 @pytest.mark.parametrize("width", [3, 10, 23, 130])
-def test_merge_and_finish_have_the_defined_bits(driver: Driver, width: int) -> None:
+def test_merge_and_finish_have_the_defined_bits(driver, width):
     rng = np.random.default_rng(width)
     a, b = rng.integers(0, 2**32, (2, 500, width), np.uint32).view(np.float32)
     near = np.exp2(rng.uniform(-60, 60, a.shape)).astype(np.float32)
@@ -191,7 +189,7 @@ def test_merge_and_finish_have_the_defined_bits(driver: Driver, width: int) -> N
 
 
 @pytest.mark.parametrize("width", [10, 130])
-def test_rescale_has_the_bits_of_numpy(driver: Driver, width: int) -> None:
+def test_rescale_has_the_bits_of_numpy(driver, width):
     rng = np.random.default_rng(width)
     records = rng.standard_normal((300, width)).astype(np.float32)
     records[:, 0] *= 40

@@ -20,13 +20,13 @@ ISA = compile.available_isas()[0]
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("TREEATTN_CACHE", str(tmp_path))
     return tmp_path
 
 
 @pytest.mark.parametrize("isa", compile.available_isas())
-def test_the_defaults_of_the_sources_are_among_what_is_tried(isa: str) -> None:
+def test_the_defaults_of_the_sources_are_among_what_is_tried(isa):
     default = compile.default_settings(isa)
     assert default.keys() == tuned.SETTINGS.keys()
     for name, numbers in default.items():
@@ -34,9 +34,9 @@ def test_the_defaults_of_the_sources_are_among_what_is_tried(isa: str) -> None:
         assert set(numbers) <= set(tuned.SETTINGS[name])
 
 
-def test_what_is_kept_is_compiled_in_until_the_defaults_are_again(cache: Path, monkeypatch) -> None:
+def test_what_is_kept_is_compiled_in_until_the_defaults_are_again(cache, monkeypatch):
     monkeypatch.setattr(compile, "_compile", lambda command, *_: commands.append(command))
-    commands: list[list[str]] = []
+    commands = []
     default = compile.default_settings(ISA)
     chosen = default | {"VALUES_AHEAD": [0, 512, 2048, 8192, 0]}
     assert compile.chosen_settings(ISA) == {}
@@ -65,7 +65,7 @@ RIGHT = {"BLOCK_TOKENS": [128] * 5, "VALUES_AHEAD": [0] * 5}
         json.dumps(RIGHT | {"BLOCK_TOKENS": [128] * 4 + [128.0]}).encode(),
     ],
 )  # fmt: skip
-def test_a_damaged_choice_is_named(cache: Path, wrong: bytes) -> None:
+def test_a_damaged_choice_is_named(cache, wrong):
     kept = compile.write_settings(ISA, RIGHT)
     assert compile.chosen_settings(ISA) == RIGHT
     kept.write_bytes(wrong)
@@ -73,7 +73,7 @@ def test_a_damaged_choice_is_named(cache: Path, wrong: bytes) -> None:
         compile.library_path(ISA)
 
 
-def test_a_setting_is_kept_where_it_is_faster_by_two_percent(cache: Path, monkeypatch) -> None:
+def test_a_setting_is_kept_where_it_is_faster_by_two_percent(cache, monkeypatch):
     """By type; one setting is measured with what was chosen of the other."""
     monkeypatch.setattr(compile, "default_settings", lambda isa: RIGHT)
     times = {"float32": {128: 1.0, 256: 0.97, 512: 0.99}, "bfloat16": {128: 1.0, 256: 0.99, 512: 0.985}}
@@ -97,7 +97,7 @@ def test_a_setting_is_kept_where_it_is_faster_by_two_percent(cache: Path, monkey
 
 @pytest.mark.deep
 @pytest.mark.parametrize("number", [128, 512])
-def test_attention_is_exact_with_every_block(number: int) -> None:
+def test_attention_is_exact_with_every_block(number):
     rng = np.random.default_rng(number)
     q, (k, v) = (
         rng.standard_normal((1, 1, 2, 64), np.float32),
