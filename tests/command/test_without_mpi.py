@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from tests.support.drawn import sample
-
-from .launch import run, treeattn
+from .launch import ROOT, run, treeattn
 
 # What Python runs at its start: mpi4py is there and finds no library, or is not there at all.
 NO_LIBRARY = 'RuntimeError("cannot load MPI library\\nlibmpi.so: cannot open shared object file")'
@@ -28,46 +28,49 @@ def without_mpi(request, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         SITE.format(first=int(missing), error=NO_LIBRARY if missing else NO_MPI4PY)
     )
-    return {"PYTHONPATH": str(tmp_path)}
+    return {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
 
 
 SAYS = """
-import contextlib, io
-from treeattn.cli import _run, commands
+import json
+import treeattn
+from tests.command.launch import in_process
+from treeattn.cli import commands
 for words in [
     "schemes", "schedule ring --ranks 3", "paper --list", "paper --ranks-free volume",
     "roofline --tokens 1k --groups 1 --dtypes float32 --repeat 1",
     "--help", *(f"{name} --help" for name in commands.list_commands(None)),
+    "doctor", "decode nothing.safetensors", "compare", "paper",
 ]:
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        code = _run(words.split())
-    print(words, code, bool(said.getvalue()))
+    done = in_process(*words.split(), code=None)
+    print(json.dumps([words, done.returncode, done.stdout, done.stderr]))
+print(json.dumps(["import", 0, " ".join(treeattn.schemes()), ""]))
 """
 
 
-def test_what_needs_no_mpi(without_mpi):
-    done = run("-c", SAYS, **without_mpi)
-    lines = done.stdout.splitlines()
-    assert len(lines) > 20
-    assert [line for line in lines if not line.endswith(" 0 True")] == []
+def test_all_commands(without_mpi):
+    lines = map(json.loads, run("-c", SAYS, **without_mpi).stdout.splitlines())
+    found = {words: told for words, *told in lines}
+    code, out, err = found.pop("doctor")
+    assert (code, err) == (1, "")
+    assert "broken" in out
+    assert "pip install mp" in out
+    for words in ("decode nothing.safetensors", "compare", "paper"):
+        code, out, err = found.pop(words)
+        assert (code, out) == (1, "")
+        assert_names_the_remedy(err)
+    assert len(found) > 20
+    assert "binary_tree" in found["import"][1]
+    assert {words: told for words, told in found.items() if told[0] or not told[1]} == {}
 
 
-def test_import(without_mpi):
-    done = run("-c", "import treeattn; print(treeattn.schemes())", **without_mpi)
-    assert "binary_tree" in done.stdout
-
-
-def test_doctor_names_the_remedy(without_mpi):
-    done = treeattn("doctor", **without_mpi, code=1)
-    assert done.stderr == ""
-    assert "broken" in done.stdout
-    assert "pip install mp" in done.stdout
-
-
-@pytest.mark.parametrize("words", sample(1, ["decode nothing.safetensors", "compare", "paper"]))
-def test_what_needs_mpi_says_so(words, without_mpi):
-    done = treeattn(*words.split(), **without_mpi, code=1)
+def test_a_process_that_needs_it_says_so(without_mpi):
+    done = treeattn("compare", **without_mpi, code=1)
     assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    assert_names_the_remedy(done.stderr)
+
+
+def assert_names_the_remedy(said):
+    (line,) = said.splitlines()
     assert line.startswith("treeattn: no MPI library could be loaded (")
     assert "pip install mp" in line
