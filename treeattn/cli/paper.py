@@ -18,7 +18,7 @@ from treeattn.study import environment
 from treeattn.study.compare.clock import Clock
 from treeattn.study.intervals import words
 from treeattn.study.paper import EXPERIMENTS, Table, shown
-from treeattn.study.paper.simulated import MACHINE
+from treeattn.study.paper.experiment import MACHINE
 
 
 @click.command("paper")

@@ -16,10 +16,10 @@ from treeattn.study.paper import (
     Table,
     bandwidth,
     experiment,
+    latency,
     llama,
     memory,
     shown,
-    simulated,
     steps,
     volume,
 )
@@ -72,7 +72,7 @@ def test_the_page_explains_every_experiment_with_the_tables_of_today(name):
 
 
 def test_one_xgmi_link_explains_the_papers_mi300x():
-    table, _ = simulated.llama([one for one in llama.PUBLISHED if one.machine == "4 MI300X"])
+    table, _ = llama.simulated([one for one in llama.PUBLISHED if one.machine == "4 MI300X"])
     for row in table.rows:
         assert row[-1] == pytest.approx(row[-2], rel=0.07)
 
@@ -80,7 +80,7 @@ def test_one_xgmi_link_explains_the_papers_mi300x():
 def test_a_simulated_step_by_hand():
     """80000 tokens on 8 GPUs: attention at 2512 GB/s; seven hops of 82 MB at 371 GB/s, each with call,
     round, latency and two overheads."""
-    table, _ = simulated.latency((80_000,), (8,), 16, 128)
+    table, _ = latency.model((80_000,), (8,), 16, 128)
     shard = 80_000 * 2 * 2048 * 2 / 8
     attention, hop = shard / 2512e3, shard / 371e3 + 2.5 + 6.0 + 5.0 + 2 * 0.15
     assert column(table, "attention, ms: simulated") == [pytest.approx(attention / 1e3)]
@@ -111,7 +111,7 @@ def test_no_simulated_setting_comes_near_the_number_of_the_paper():
 
 @pytest.mark.parametrize(("gpus", "slowest"), [(8, 371), (128, 48)])
 def test_long_contexts_tend_to_ranks_times_memory_over_link(gpus, slowest):
-    table, _ = simulated.latency((10**12,), (gpus,), 16, 128)
+    table, _ = latency.model((10**12,), (gpus,), 16, 128)
     (ratio,) = column(table, "ring / tree: simulated")
     assert ratio == pytest.approx(gpus * 2512 / slowest, rel=0.02 + 1 / gpus)
 
@@ -260,7 +260,7 @@ def test_prefill_and_decode_apart_by_hand():
     """32000 tokens of 8B parameters on 8 H100: arithmetic at 0.4 of 989 TFLOP/s; nine times the weights at
     2512 GB/s, and the simulated steps."""
     (series,) = (one for one in llama.PUBLISHED if one.machine == "8 H100")
-    late, apart = simulated.llama([series])
+    late, apart = llama.simulated([series])
     prefill = (2 * 8.03e9 * 32_000 + 2 * 32 * 4096 * 32_000**2) / (8 * 0.4 * 989e12)
     assert column(apart, "prefill, s: model")[0] == pytest.approx(prefill)
     tree, ring = (column(apart, f"nine tokens by {which}, s: simulated")[0] for which in ("tree", "ring"))
@@ -272,7 +272,7 @@ def test_prefill_and_decode_apart_by_hand():
 def test_what_is_said_of_256000_tokens():
     """Their prefill at the full peak takes what the paper says of everything."""
     (series,) = (one for one in llama.PUBLISHED if one.machine == "8 H100")
-    at_peak = 0.4 * simulated._prefill(series, 256_000)
+    at_peak = 0.4 * llama._prefill(series, 256_000)
     assert at_peak == pytest.approx(2.7, abs=0.05)
     assert series.tree[-1] == 2.89
 

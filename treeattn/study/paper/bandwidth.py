@@ -10,11 +10,31 @@ from typing import Any
 import numpy as np
 
 from treeattn import communicators
+from treeattn.collectives import Schedule, Transfer
+from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.runtime.communicator import MpiCommunicator
-from treeattn.study.paper import simulated
-from treeattn.study.paper.experiment import Experiment, Table
+from treeattn.collectives.traffic import Payload
+from treeattn.study.paper.experiment import IN_THE_FIGURE, MACHINE, Cell, Experiment, Table
 
 WARM_UP = 3
+
+
+def model(sizes: Sequence[int]) -> list[Table]:
+    """GB/s of one message, simulated."""
+    cluster = description.load(MACHINE)
+    send = Schedule("send", 2, 1, ((Transfer(0, 1, range(1), False),),))
+    rows: list[tuple[Cell, ...]] = []
+    for size in sizes:
+        one = Payload(1, size)
+        within, between = (
+            size / (1e3 * (found.time - found.prices.call - found.prices.round))
+            for found in (simulate(send, cluster, (0, far), one) for far in (1, cluster.slots))
+        )
+        rows.append((size, within, between, within / between, IN_THE_FIGURE))
+    tiers = "within a node, GB/s: simulated", "between nodes, GB/s: simulated"
+    headings = ("bytes", *tiers, "ratio: simulated", "paper")
+    return [Table(f"{MACHINE}, simulated: one message, without the call", headings, rows)]
 
 
 def measure(comm: MpiCommunicator, sizes: Sequence[int], volume: int, fewest: int, most: int) -> list[Table]:
@@ -63,7 +83,7 @@ def ping_pong(comm: MpiCommunicator, pair: tuple[int, int], size: int, count: in
 EXPERIMENT = Experiment(
     title="send and receive by message size, within a node and between nodes",
     where="the figure of NCCL send and receive between two H100, in and across nodes",
-    model=simulated.bandwidth,
+    model=model,
     measure=measure,
     paper={"sizes": tuple(1024 << 4 * step for step in range(6))},
     small={"sizes": tuple(64 << 2 * step for step in range(9)), "volume": 32 << 20, "fewest": 9, "most": 400},

@@ -1,5 +1,6 @@
-"""What an experiment is, functions from a setting to tables, and the harness that one runs: schemes
-interleaved, results checked, everything kept. What the tables mean stands in docs/paper.md."""
+"""What an experiment is, functions from a setting to tables; the harness that one runs: schemes interleaved,
+results checked, everything kept; and where the paper's settings are simulated. What the tables mean stands in
+docs/paper.md."""
 
 from __future__ import annotations
 
@@ -8,11 +9,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from treeattn import collectives
+from treeattn.collectives import Schedule
+from treeattn.collectives.clusters import placement
+from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import TreeattnError
 from treeattn.study.compare.measure import Effort
 from treeattn.study.compare.schema import Key
 from treeattn.study.compare.sweep import Sweep
+
+#: The shipped description of the paper's cluster.
+MACHINE = "dgx-h100"
 
 #: What stands where the paper has a mark in a figure; no number was read off one.
 IN_THE_FIGURE = "in the figure"
@@ -62,6 +70,13 @@ class Experiment:
     paper: dict[str, Any]
     measure: Callable[..., list[Table]] = lambda comm: []
     small: dict[str, Any] | None = None
+
+
+def placed(cluster: Cluster, scheme: str, ranks: int) -> tuple[Schedule, placement.Placement]:
+    """A schedule for ranks of which neighbours share nodes, and where they sit."""
+    places = placement.block(cluster, ranks)
+    nodes = placement.node_groups(cluster, places) if collectives.needs_nodes(scheme) else None
+    return collectives.build(scheme, ranks, nodes=nodes), places
 
 
 #: Where nothing depends on time.

@@ -5,14 +5,45 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+from treeattn.collectives.clusters import description
 from treeattn.study.compare.measure import Effort
 from treeattn.study.compare.schema import Key
-from treeattn.study.paper import experiment, simulated
-from treeattn.study.paper.experiment import Experiment, Points, Table
+from treeattn.study.decode_step import Shape, decode_step
+from treeattn.study.paper import experiment
+from treeattn.study.paper.experiment import IN_THE_FIGURE, MACHINE, Cell, Experiment, Points, Table
 
 SHAPE = {"heads": 16, "head_dim": 128}
 EFFORT = Effort(repetitions=5, iterations=20, seconds=0.2)
 RING, TREE, OURS = "kv_ring", "three_allreduce", "binary_tree"
+SIMULATED = "hierarchical"
+#: Ring / tree in the paper's largest setting, 5.12M tokens on 128 GPUs: "close to 8" in section 6.1.
+RATIO = 8.0
+
+
+def model(tokens: Sequence[int], ranks: Sequence[int], heads: int, head_dim: int) -> list[Table]:
+    """Whole steps in milliseconds, simulated: the ring of keys and values, that of queries, and our tree; and
+    what would have to be added to ring and tree for the paper's ratio."""
+    cluster = description.load(MACHINE)
+    rows: list[tuple[Cell, ...]] = []
+    for size, gpus in itertools.product(tokens, ranks):
+        schedule, places = experiment.placed(cluster, SIMULATED, gpus)
+        step = decode_step(cluster, places, schedule, Shape(size, heads, heads, head_dim))
+        times = (value / 1000 for value in (step.attention, step.kv_ring, step.query_ring, step.time))
+        largest = (size, gpus) == (max(tokens), max(ranks))
+        says = f"close to {RATIO:g}" if largest else IN_THE_FIGURE
+        rows.append((size, gpus, *times, step.kv_ring / step.time, says))
+        if largest:
+            constant = (step.kv_ring - RATIO * step.time) / (RATIO - 1) / 1000
+    headings = (
+        "tokens", "GPUs", "attention, ms: simulated", "kv_ring, ms: simulated", "query_ring, ms: simulated",
+        f"{SIMULATED}, ms: simulated", "ring / tree: simulated", "ring / tree: paper",
+    )  # fmt: skip
+    what = f"constant on both sides that would make ring / tree {RATIO:g}, ms: simulated"
+    title = f"what {RATIO:g} would take, {max(tokens) / 1e6:g}M tokens on {max(ranks)} GPUs"
+    return [
+        Table(f"{MACHINE}, simulated: whole steps", headings, rows),
+        Table(title, (what,), [(constant,)]),
+    ]
 
 
 def keys(ranks: Sequence[int], tokens: Sequence[int], heads: int, head_dim: int) -> list[Key]:
@@ -38,7 +69,7 @@ def tables(points: dict[Key, Points]) -> list[Table]:
 EXPERIMENT = Experiment(
     title="time of a decoding step against context length and GPUs, ring against tree",
     where="section 6.1, figure 3",
-    model=simulated.latency,
+    model=model,
     measure=experiment.sweep(keys, tables),
     paper=SHAPE | {"tokens": tuple(80_000 << doubling for doubling in range(7)), "ranks": (8, 64, 128)},
     small=SHAPE | {"tokens": (1_000, 4_000, 16_000), "ranks": (2, 4), "effort": EFFORT},

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from treeattn import mpi_library
+from treeattn.collectives.clusters import description
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import BackendError
 from treeattn.llama.config import Config, Rope
@@ -22,9 +23,12 @@ from treeattn.llama.model import Llama
 from treeattn.llama.session import Session
 from treeattn.llama.thread_limits import ThreadLimits
 from treeattn.llama.weights import RandomWeights
-from treeattn.study.paper import simulated
-from treeattn.study.paper.experiment import Cell, Experiment, Table
+from treeattn.study.decode_step import Shape, decode_step
+from treeattn.study.paper.experiment import MACHINE, Cell, Experiment, Table, placed
 
+#: The paper's name of a machine -> its description.
+MACHINES = {"8 H100": MACHINE, "4 MI300X": "mi300x", "2 RTX 4090": "dual-4090"}
+PEAK_SHARE = 0.4  # of a GPU's arithmetic that a prefill reaches: assumed
 DECODED = 9  # of ten tokens the first comes from the prefill
 BYTES = 2
 
@@ -98,8 +102,46 @@ def model(series: Sequence[Series]) -> list[Table]:
     return [
         Table("as the paper prints them", headings, rows),
         Table("ring minus tree as the time of one link", ("machine", *found), links),
-        *simulated.llama(series),
+        *simulated(series),
     ]
+
+
+def simulated(series: Sequence[Series]) -> list[Table]:
+    """Seconds by which the ring is later than the tree, of nine tokens in all layers, the ring with keys and
+    values repeated for every query head, as published; and prefill and decode apart."""
+    late: list[tuple[Cell, ...]] = []
+    apart: list[tuple[Cell, ...]] = []
+    for one in series:
+        cluster = description.load(MACHINES[one.machine])
+        schedule, places = placed(cluster, "hierarchical", one.gpus)
+        assert cluster.memory is not None
+        weights = DECODED * 2 * one.parameters / (1e9 * cluster.memory)  # every GPU reads all of them
+        for tokens, tree, ring in zip(one.tokens, one.tree, one.ring, strict=True):
+            step = decode_step(cluster, places, schedule, Shape(tokens, one.heads, one.heads, one.head_dim))
+            by_tree, by_ring = (DECODED * one.layers * each / 1e6 for each in (step.time, step.kv_ring))
+            late.append((one.machine, one.model, tokens, ring - tree, by_ring - by_tree))
+            first = _prefill(one, tokens)
+            decoded = (weights + by_tree, weights + by_ring)
+            apart.append(
+                (one.machine, tokens, first, *decoded, *(first + each for each in decoded), tree, ring)
+            )
+    headings = ("machine", "model", "tokens", "ring minus tree, s: paper", "ring minus tree, s: simulated")
+    columns = (
+        "machine", "tokens", "prefill, s: model", "nine tokens by tree, s: simulated",
+        "nine tokens by ring, s: simulated", "all by tree, s", "all by ring, s", "all by tree, s: paper",
+        "all by ring, s: paper",
+    )  # fmt: skip
+    return [
+        Table("simulated: what the ring takes longer, prefill left out", headings, late),
+        Table("simulated: prefill and decode apart", columns, apart),
+    ]
+
+
+def _prefill(one: Series, tokens: int) -> float:
+    """Seconds of the arithmetic alone: every weight and every pair of tokens, dealt out evenly."""
+    linear = 2 * one.parameters * tokens
+    attention = 2 * one.layers * one.heads * one.head_dim * tokens**2  # QK and PV, half of the pairs
+    return (linear + attention) / (one.gpus * PEAK_SHARE * one.peak)
 
 
 SMALL = Config(

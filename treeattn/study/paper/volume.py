@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.placement import block
+from treeattn.collectives.clusters.simulate import simulate
+from treeattn.collectives.traffic import Payload
 from treeattn.study import laws
 from treeattn.study.compare.schema import Key
-from treeattn.study.paper import experiment, simulated
-from treeattn.study.paper.experiment import Cell, Experiment, Points, Table
+from treeattn.study.decode_step import Shape, attention_time, kv_ring_time
+from treeattn.study.paper import experiment
+from treeattn.study.paper.experiment import MACHINE, Cell, Experiment, Points, Table
 
 CACHE, RECORD = 2, 4  # bytes of an element of the cache and of a record
 
@@ -33,25 +38,39 @@ def law(scheme: str, ranks: int, tokens: int, heads: int, head_dim: int) -> floa
 
 
 def model(tokens: int, ranks: int, heads: int, head_dim: int) -> list[Table]:
-    """Section 6.3's example, and what is counted on simulated links."""
-    of_rank = tokens // ranks
+    """Section 6.3's example, and the elements that a GPU sends, as counted on simulated links."""
+    cluster, shape = description.load(MACHINE), Shape(tokens, heads, heads, head_dim)
+    of_rank, payload = tokens // ranks, Payload(heads, 4 * (head_dim + 2))
     shard = laws.shard_elements(1, of_rank, heads, head_dim) * CACHE
-    attention, hop = simulated.attention_and_hop(tokens, ranks, heads, head_dim)
-    ring, least = (laws.ring_volume(1, of_rank, heads, head_dim, hops) for hops in (ranks, ranks - 1))
+    attending, ring = (
+        attention_time(cluster, ranks, shape),
+        kv_ring_time(cluster, block(cluster, ranks), shape),
+    )
+    attention, hop = attending / 1e6, (ring - attending) / (ranks - 1) / 1e6
+    full, least = (laws.ring_volume(1, of_rank, heads, head_dim, hops) for hops in (ranks, ranks - 1))
     tree = float(laws.tree_volume(1, heads, head_dim, ranks))
     rows: list[tuple[Cell, ...]] = [
         ("keys and values of a shard, bytes (eq. 11)", None, "2btd", shard),
         ("attention of a shard, s: simulated", None, "O(1e-5)", attention),
         ("one hop to the next GPU, s: simulated", None, "O(1e-3)", hop),
         ("hop / attention", None, "about 100 (from the two above)", hop / attention),
-        ("ring, p hops: elements that a GPU sends", None, "2btdp (eq. 10)", ring),
+        ("ring, p hops: elements that a GPU sends", None, "2btdp (eq. 10)", full),
         ("ring, p - 1 hops: elements that a GPU sends", None, None, least),
         ("tree: elements that a GPU sends", None, "2(p-1)/p (bd + 2bn_h) (eq. 14)", tree),
         ("ring / tree, p - 1 hops", None, None, least / tree),
     ]
-    setting = f"{tokens} tokens, {ranks} GPUs, hidden size {heads * head_dim}"
-    example = Table("the example of section 6.3", (setting, "here", "paper", "model"), rows)
-    return [example, *simulated.volume(tokens, ranks, heads, head_dim)]
+    counted: list[tuple[Cell, ...]] = []
+    for scheme in ("ring", "reduce_scatter_gather", "recursive_doubling", "binary_tree", "hierarchical"):
+        schedule, places = experiment.placed(cluster, scheme, ranks)
+        sent = sum(tier.bytes for tier in simulate(schedule, cluster, places, payload).traffic)
+        counted.append((scheme, sent / ranks / 4))
+    hidden = f"hidden size {heads * head_dim}"
+    setting = f"{tokens} tokens, {ranks} GPUs, {hidden}"
+    title = f"{MACHINE}, simulated: {ranks} GPUs, {hidden}; {tokens} tokens or any number"
+    return [
+        Table("the example of section 6.3", (setting, "here", "paper", "model"), rows),
+        Table(title, ("scheme", "elements a GPU sends, mean: simulated"), counted),
+    ]
 
 
 def keys(ranks: Sequence[int], tokens: int, heads: int, head_dim: int) -> list[Key]:
