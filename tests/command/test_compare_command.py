@@ -272,38 +272,3 @@ def test_inputs_without_room_are_named_once_and_the_others_go_on(tmp_path):
     found = results.read(out)
     assert {point.key.tokens for point in found.points} == {64}
     assert {error.key.tokens for error in found.errors} == {10**12}
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--schemes", "rang"],
-        ["--executor", "python"],
-        ["--schemes", ""],
-        ["--ranks", "2"],
-        ["--ranks", "0"],
-        ["--seq-len", "many"],
-        ["--what", "nothing"],
-        ["--dtype", "int8"],
-        ["--wire", "fp8"],
-        ["--arrivals", "random:5"],
-        ["--heads", "6", "--kv-heads", "4"],
-        ["--head-dim", "7"],
-        ["--bytes", "8:1Mi:2"],
-        ["--bytes", "64", "--what", "decode"],
-        ["--bytes", "64", "--heads", "4"],
-        ["--ranks-per-node", "2"],
-        ["--radix", "1"],
-        ["--baseline", "nothing"],
-        ["--seconds", "nan"],
-        ["--patience", "nan"],
-        ["--patience", "inf"],
-        ["--seconds", "inf"],
-        ["--iterations", "0"],
-        ["--out", "/nowhere/at/all.jsonl"],
-        ["--out", "same.jsonl", "--json", "same.jsonl"],
-    ],
-    ids=" ".join,
-)
-def test_bad_words(words, tmp_path):
-    in_process("compare", *words, code=2)

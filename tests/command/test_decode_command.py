@@ -201,34 +201,6 @@ def test_bad_files(tmp_path, case):
     assert not list(tmp_path.glob(".*"))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--layout", "sizes=1,2"],
-        ["--layout", "sizes=4097,-1"],
-        ["--layout", "sizes=4096,zero"],
-        ["--layout", "spiral"],
-        ["--scheme", "binary_three"],
-        ["--scheme", "census"],
-        ["--scheme", "k_ary_tree:radix=0"],
-        ["--scheme", "k_ary_tree:depth=3"],
-        ["--scheme", "hierarchical:nodes=1+2"],
-        ["--scheme", ""],
-        ["--scheme", "chain:("],
-        ["--repeat", "0"],
-        ["--device", "abacus"],
-        ["--out", "/nowhere/at/all.safetensors"],
-        ["--json", "/proc/facts.json"],
-        ["--out", str(DATA)],
-        ["--expect", str(CACHE)],
-        ["--colour", "blue"],
-    ],
-    ids=" ".join,
-)
-def test_bad_options(options):
-    in_process("decode", CACHE, *options, code=2)
-
-
 @pytest.mark.parametrize("case", sample(1, ["truncated", "no k", "options"]))
 def test_ranks_refuse_together(tmp_path, case):
     options = ["--scheme", "binary_three"] if case == "options" else []

@@ -92,41 +92,6 @@ def test_schedule_facts(tmp_path):
     assert facts["certificate"]["rounds"] == len(facts["schedule"]["rounds"]) == 10
 
 
-def test_a_baseline_has_no_schedule():
-    done = in_process("schedule", "kv_ring:rotation=full", "--ranks", 4, code=2)
-    known = ", ".join(collectives.names("schedule"))
-    assert done.stderr == f"treeattn: kv_ring is a baseline and has no schedule: take one of {known}\n"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["schedule", "chain"],
-        ["schedule", "chain", "--ranks", "0"],
-        ["schedule", "chian", "--ranks", "4"],
-        ["schedule", "k_ary_tree:radix=1", "--ranks", "4"],
-        ["schedule", "hierarchical", "--ranks", "4", "--nodes", "5"],
-        ["schedule", "hierarchical", "--ranks", "4", "--nodes", "3+3"],
-        ["schedule", "hierarchical", "--ranks", "4", "--nodes", "two"],
-        ["schedule", "hierarchical:inner=recursive_doubling", "--ranks", "4"],
-        ["schedule", "ring", "--ranks", "100000"],
-        ["schedule", "mpi_allreduce", "--ranks", "4"],
-        ["schedule", "chain", "--ranks", "4", "--out", "/nowhere/at/all.svg"],
-        ["roofline", "--tokens", "many"],
-        ["roofline", "--dtypes", "int8"],
-        ["roofline", "--groups", "0"],
-        ["roofline", "--threads", "99999999999"],
-        ["roofline", "--tokens", "1000000000"],
-        ["roofline", "--device", "abacus"],
-        ["roofline", "--device", "cuda", "--threads", "2"],
-        ["nonsense"],
-    ],
-    ids=" ".join,
-)
-def test_bad_words(words):
-    in_process(*words, code=2)
-
-
 def test_roofline_beside_other_ranks_is_refused(tmp_path):
     done = treeattn("roofline", "--tokens", "1k", "--json", tmp_path / "r.json", ranks=2, code=2)
     assert "start it without mpiexec" in done.stderr

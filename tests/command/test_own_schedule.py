@@ -89,30 +89,16 @@ def test_what_others_wrote_is_drawn_simulated_and_refused_if_damaged(tmp_path, n
     assert str(path) in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("{star}", "--ranks", 4), "is for 3 ranks, --ranks says 4"),
-        (("chain",), "--ranks N"),
-        (("auto", "--ranks", 4), "auto takes the fastest of many"),
-        (("chain", "--ranks", 2, "--merge-ns", 3), "go with --format goal"),
-        (("{folder}/none.json",), "cannot be read"),
-        (("{folder}/broken.json",), "not the JSON of a schedule"),
-        (("{folder}/list.json",), "not the JSON of a schedule"),
-        (("{folder}/deep.json",), "not the JSON of a schedule"),
-        (("{folder}/named.json",), "at most 100 printable characters"),
-        (("{folder}/twice.json",), "counts rank"),
-    ],
-)
-def test_bad_input_is_named_in_one_line(star, tmp_path, arguments, message):
-    (tmp_path / "broken.json").write_text("{")
-    (tmp_path / "list.json").write_text("[1]")
-    (tmp_path / "deep.json").write_text("[" * 100_000)
-    (tmp_path / "named.json").write_text(Schedule("\x1b[31m", 1, 1, ()).to_json())
-    (tmp_path / "twice.json").write_text(Schedule("twice", 2, 1, ((Transfer(1, 0),),) * 2).to_json())
-    given = [str(word).format(star=star, folder=tmp_path) for word in arguments]
-    done = in_process("schedule", *given, code=2)
-    assert message in done.stderr
+def test_a_damaged_file_is_named_in_one_line(tmp_path):
+    twice = Schedule("twice", 2, 1, ((Transfer(1, 0),),) * 2)
+    for content, message in (
+        ("[1]", "not the JSON of a schedule"),
+        ("[" * 100_000, "not the JSON of a schedule"),
+        (Schedule("\x1b[31m", 1, 1, ()).to_json(), "at most 100 printable characters"),
+        (twice.to_json(), "counts rank"),
+    ):
+        (tmp_path / "own.json").write_text(content)
+        assert message in in_process("schedule", tmp_path / "own.json", code=2).stderr
 
 
 def test_a_schedule_for_other_ranks_is_refused_once(star):

@@ -51,20 +51,3 @@ def test_on_ranks(tmp_path):
     assert volume["small"]["tokens"] == 4000
     assert volume["small"]["effort"]["iterations"] == 3
     assert volume["model"][1]["headings"] == ["scheme", "elements a GPU sends, mean: simulated"]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["sorcery"],
-        [""],
-        ["--json", ""],
-        ["--json", "/nowhere/at/all.json"],
-        ["--ranks-free", "sorcery"],
-        ["--list", "sorcery"],
-        ["--list", "--ranks-free"],
-    ],
-    ids=" ".join,
-)
-def test_bad_words(words):
-    in_process("paper", *words, code=2)

@@ -126,41 +126,6 @@ def test_an_empty_file_among_good_ones(tmp_path, undrawn):
     assert (tmp_path / "time-decode.svg").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "Missing argument"),
-        (["no-such-file.jsonl"], "cannot be read (No such file or directory)"),
-        (["EMPTY"], "nothing to plot"),
-        (["CUT"], "nothing to plot"),
-        (["TEXT"], "nothing to plot"),
-        ([RESULTS, "--figures", "pie"], "choose from all, time"),
-        ([RESULTS, "--figures", "predicted"], "no point carries a prediction"),
-        ([RESULTS, "--format", "gif"], "choose from png, svg"),
-        ([RESULTS, "--baseline", "chian"], "not among these results"),
-        ([RESULTS, "--out", ""], "--out is empty: name a folder for the figures"),
-        ([RESULTS, "--out", "/nowhere/at/all"], "no folder can be made there"),
-        ([RESULTS, "--json", ""], "is not an ordinary file"),
-        ([RESULTS, "--format", ""], "choose from png, svg"),
-        ([RESULTS, "--figures", ""], "choose from all, time"),
-        ([RESULTS, "--baseline", ""], "not among these results"),
-        ([RESULTS, "--out", ".", "--json", "time-decode.svg"], "is named twice on this command line"),
-        ([""], "cannot be read (Is a directory)"),
-        ([RESULTS, "--out", RESULTS], "no folder can be made there"),
-        ([RESULTS, "--json", "/nowhere/at/all.json"], "cannot be written"),
-    ],
-)
-def test_bad_input(words, message, tmp_path):
-    made = {"EMPTY": b"", "CUT": b'{\n "read_rate_gb_s": 1.0, "rows', "TEXT": b"hello\n"}
-    for name, content in made.items():
-        (tmp_path / name).write_bytes(content)
-    words = [tmp_path / word if word in made else word for word in words]
-    out = [] if "--out" in words else ["--out", tmp_path / "out"]
-    done = in_process("plot", *words, *out, code=2)
-    assert message in done.stderr.replace("\n", " ")
-    assert not (tmp_path / "out").exists()
-
-
 def test_without_matplotlib(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = in_process("plot", RESULTS, "--out", tmp_path / "out", code=1)

@@ -133,19 +133,6 @@ def test_bad_rules_end_all_ranks_with_code_2(cache, changed, options, message):
     assert done.stderr.count(message) == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--queries", "64"), "a drawing of 64 tokens ends at 63"),
-        (("--queries", "a"), "whole numbers"),
-        (("--layout", "sizes=1,2"), "names 2 shards for 4 ranks"),
-    ],
-)
-def test_a_drawing_that_cannot_be(options, message):
-    done = in_process("visible", *options, code=2)
-    assert message in done.stderr
-
-
 def test_a_drawing_of_a_window(tmp_path):
     drawn = in_process("visible", "--layout", "interleaved", "--ranks", 2, "--tokens", 8, "--window", "1,1",
                      "--queries", 4)  # fmt: skip

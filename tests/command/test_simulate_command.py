@@ -97,38 +97,3 @@ def test_a_disturbed_step_has_the_same_words_everywhere(tmp_path):
     assert 1000 < late["time"] <= 1000 + plain["time"]
     assert noisy["time"] > plain["time"]
     assert noisy["high"] / noisy["low"] > plain["high"] / plain["low"]
-
-
-BAD = {
-    "--cluster laptop --ranks 2 --arrivals 0+1us+2us": "3 instants for 2 ranks",
-    "--cluster laptop --ranks 2 --arrivals soon": "'soon': take together",
-    "--cluster laptop --ranks 2 --noise 5us": "give 0 or a time with its unit",
-    "--cluster laptop --ranks 2 --traffic 100%": "give a share below 100%",
-    "--cluster laptop --ranks 2 --baseline ring": "not among what is simulated",
-    "--ranks 8": "for which machine",
-    "--cluster laptop": "over how many of the 8 places",
-    "--cluster laptop --ranks 2 --schemes {own}": "own.json: size: the schedule is for 3 ranks",
-    "--cluster laptop --ranks 2 --schemes auto": "auto takes the fastest of many",
-    "--cluster laptop --ranks 2 --tokens 9 --kv-heads 3": "--kv-heads 3 does not divide --heads 16",
-    "--cluster summit --ranks 8": "no such cluster",
-    "--cluster none.toml --ranks 8": "cannot be read",
-    "--cluster laptop --ranks 9": "has 8 places",
-    "--cluster laptop --ranks 2 --placement 0+0": "both have place 0",
-    "--cluster laptop --ranks 2 --placement 0+9": "no place 9",
-    "--cluster laptop --ranks 2 --placement 0+1+2": "3 places for 2 ranks",
-    "--cluster laptop --ranks 2 --placement sideways": "take block, cyclic, suited",
-    "--cluster laptop --ranks 2 --executor nccl": "choose from slots",
-    "--cluster laptop --ranks 2 --schemes mpi_allreduce": "has no schedule",
-    "--cluster laptop --ranks 2 --schemes sorcery": "there is no scheme",
-    "--cluster laptop --ranks 2 --format svg": "draws one scheme",
-    "--cluster laptop --ranks 2 --kv-heads 2": "give --tokens",
-    "--cluster laptop --ranks 2 --out x.svg": "add --format",
-}
-
-
-@pytest.mark.parametrize("words", BAD)
-def test_bad_words(words, tmp_path):
-    own = tmp_path / "own.json"
-    own.write_text(build("chain", 3).to_json())
-    done = in_process("simulate", *words.format(own=own).split(), TREEATTN_CLUSTER="", code=2)
-    assert BAD[words] in done.stderr

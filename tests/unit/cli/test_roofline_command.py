@@ -6,7 +6,6 @@ import pytest
 
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.cli import roofline as command
-from treeattn.errors import ArgumentError
 from treeattn.study import environment
 
 
@@ -33,12 +32,6 @@ def test_nothing_is_measured_before_the_software_is_known(
     with pytest.raises(Measured):
         command.command.main(words, standalone_mode=False)
     assert order == ["software", "measured"]
-
-
-@pytest.mark.parametrize("words", [["--device", "cuda"], ["--threads", "2"], ["--groups", "4"]])
-def test_what_tuning_does_not_measure_is_refused(words: list[str]) -> None:
-    with pytest.raises(ArgumentError, match="--tune is of one thread of the CPU and no groups"):
-        command.command.main(["--tune", *words], standalone_mode=False)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,213 @@
+"""Bad arguments: code 2, a line that says what is wrong, and nothing written. What is wrong with files, and
+what takes a model, is with the tests of its command."""
+
+from __future__ import annotations
+
+import shlex
+
+import pytest
+
+from treeattn.collectives import build
+
+from .launch import ROOT, in_process
+
+CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
+
+#: Command -> its words, and a part of the line. {results}: of compare; {own}: a schedule for 3 ranks.
+BAD = {
+    "": """
+        nonsense                                            | No such command 'nonsense'
+    """,
+    "calibrate": """
+        --out a.toml                                        | two ranks or more
+        --out a.json                                        | name it FILE.toml
+        --out Caps.toml                                     | name it FILE.toml
+        --out none/a.toml                                   | cannot be written
+        --out a.toml --json a.toml                          | named twice
+        --out a.toml --executor nccl                        | nccl
+        --out a.toml --seconds -1                           | seconds
+        --out a.toml --seconds nan                          | give a number of seconds
+    """,
+    "compare": """
+        --schemes rang                                      | there is no scheme 'rang'
+        --schemes ''                                        | there is no scheme ''
+        --executor python                                   | choose from slots, program, mpi
+        --ranks 2                                           | this job has 1 ranks; start it with more
+        --ranks 0                                           | 0 is too small
+        --ranks-per-node 2                                  | no node of this job has so many
+        --seq-len many                                      | give a whole number
+        --what nothing                                      | choose from reduce, decode
+        --dtype int8                                        | choose from float32, float16
+        --wire fp8                                          | choose from float32, bfloat16
+        --arrivals random:5                                 | give 0 or a time with its unit
+        --heads 6 --kv-heads 4                              | heads must be a multiple of kv_heads
+        --head-dim 7                                        | head_dim 7 is not supported
+        --bytes 8:1Mi:2                                     | give FIRST:LAST:xFACTOR
+        --bytes 64 --what decode                            | --bytes is of reductions
+        --bytes 64 --heads 4                                | --bytes says how many heads there are
+        --radix 1                                           | radix=1 is not allowed
+        --baseline nothing                                  | is not among what is measured
+        --seconds nan                                       | take a number of seconds
+        --patience nan                                      | take a number of seconds
+        --patience inf                                      | take a number of seconds
+        --seconds inf                                       | take a number of seconds
+        --iterations 0                                      | 0 is not in the range
+        --out /nowhere/at/all.jsonl                         | cannot be written
+        --out same.jsonl --json same.jsonl                  | named twice
+        --schemes chain --cluster summit                    | no such cluster
+    """,
+    f"decode {CACHE}": f"""
+        --layout sizes=1,2                                  | names 2 shards for 1 ranks
+        --layout sizes=4097,-1                              | a shard cannot have -1 tokens
+        --layout sizes=4096,zero                            | sizes are whole numbers
+        --layout spiral                                     | choose one of contiguous
+        --scheme binary_three                               | there is no scheme 'binary_three'
+        --scheme census                                     | census is not run here
+        --scheme k_ary_tree:radix=0                         | radix=0 is not allowed
+        --scheme k_ary_tree:depth=3                         | has no parameter 'depth'
+        --scheme hierarchical:nodes=1+2                     | hold 3 ranks, but there are 1
+        --scheme ''                                         | there is no scheme ''
+        --scheme 'chain:('                                  | the parentheses do not match
+        --repeat 0                                          | 0 is not in the range
+        --device abacus                                     | is not one of 'cpu', 'cuda'
+        --out /nowhere/at/all.safetensors                   | cannot be written
+        --json /proc/facts.json                             | cannot be written
+        --out {ROOT}                                        | is not an ordinary file
+        --expect {CACHE}                                    | no tensor 'out' in the file
+        --colour blue                                       | No such option '--colour'
+    """,
+    "export": """
+        {results} --scheme sum                              | is not among these results
+        {empty}                                             | hold no results
+        gone.jsonl                                          | cannot be read
+        {results} --format parquet                          | name a file with --out
+    """,
+    "paper": """
+        sorcery                                             | experiment 'sorcery' is unknown
+        ''                                                  | experiment '' is unknown
+        --json ''                                           | is not an ordinary file
+        --json /nowhere/at/all.json                         | cannot be written
+        --ranks-free sorcery                                | experiment 'sorcery' is unknown
+        --list sorcery                                      | --list only names the experiments
+        --list --ranks-free                                 | --list only names the experiments
+    """,
+    "plot": """
+                                                            | Missing argument
+        no-such-file.jsonl                                  | cannot be read (No such file or directory)
+        ''                                                  | cannot be read (Is a directory)
+        {empty}                                             | nothing to plot
+        {cut}                                               | nothing to plot
+        {text}                                              | nothing to plot
+        {results} --figures pie                             | choose from all, time
+        {results} --figures ''                              | choose from all, time
+        {results} --figures predicted                       | no point carries a prediction
+        {results} --format gif                              | choose from png, svg
+        {results} --format ''                               | choose from png, svg
+        {results} --baseline chian                          | not among these results
+        {results} --baseline ''                             | not among these results
+        {results} --out ''                                  | --out is empty: name a folder for the figures
+        {results} --out /nowhere/at/all                     | no folder can be made there
+        {results} --out {text}                              | no folder can be made there
+        {results} --json ''                                 | is not an ordinary file
+        {results} --json /nowhere/at/all.json               | cannot be written
+        {results} --out . --json time-decode.svg            | is named twice on this command line
+    """,
+    "roofline": """
+        --tokens many                                       | give a whole number
+        --tokens 1000000000                                 | choose fewer tokens
+        --dtypes int8                                       | choose from float32, bfloat16, float16
+        --groups 0                                          | 0 is too small
+        --threads 99999999999                               | 256 are the most of one process
+        --device abacus                                     | is not one of 'cpu', 'cuda'
+        --device cuda --threads 2                           | --threads is about the CPU
+        --tune --device cuda                                | --tune is of one thread of the CPU and no groups
+        --tune --threads 2                                  | --tune is of one thread of the CPU and no groups
+        --tune --groups 4                                   | --tune is of one thread of the CPU and no groups
+    """,
+    "schedule": """
+        chain                                               | --ranks N: over how many ranks
+        chain --ranks 0                                     | 0 is not in the range
+        chian --ranks 4                                     | there is no scheme 'chian'
+        auto --ranks 4                                      | auto takes the fastest of many
+        k_ary_tree:radix=1 --ranks 4                        | radix=1 is not allowed
+        hierarchical --ranks 4 --nodes 5                    | 4 ranks cannot fill 5 nodes
+        hierarchical --ranks 4 --nodes 3+3                  | adds up to 6 ranks, --ranks says 4
+        hierarchical --ranks 4 --nodes 0                    | every number must be at least 1
+        hierarchical --ranks 4 --nodes two                  | give a number of nodes
+        hierarchical:inner=recursive_doubling --ranks 4     | gathers at no root
+        ring --ranks 100000                                 | take a scheme with fewer messages
+        mpi_allreduce --ranks 4                             | mpi_allreduce is a library and has no schedule
+        kv_ring:rotation=full --ranks 4                     | kv_ring is a baseline and has no schedule: take
+        chain --ranks 4 --out /nowhere/at/all.svg           | cannot be written
+        chain --ranks 2 --merge-ns 3                        | go with --format goal
+        {own} --ranks 4                                     | is for 3 ranks, --ranks says 4
+        none.json                                           | cannot be read
+        {cut}                                               | not the JSON of a schedule
+        chain --ranks 2 --format chakra                     | add --out NAME for NAME.RANK.et
+    """,
+    "simulate": """
+        --ranks 8                                           | for which machine
+        --cluster summit --ranks 8                          | no such cluster
+        --cluster none.toml --ranks 8                       | cannot be read
+        --cluster laptop                                    | over how many of the 8 places
+        --cluster laptop --ranks 9                          | has 8 places
+        --cluster laptop --ranks 2 --arrivals 0+1us+2us     | 3 instants for 2 ranks
+        --cluster laptop --ranks 2 --arrivals soon          | 'soon': take together
+        --cluster laptop --ranks 2 --noise 5us              | give 0 or a time with its unit
+        --cluster laptop --ranks 2 --traffic 100%           | give a share below 100%
+        --cluster laptop --ranks 2 --baseline ring          | not among what is simulated
+        --cluster laptop --ranks 2 --schemes {own}          | own.json: size: the schedule is for 3 ranks
+        --cluster laptop --ranks 2 --schemes auto           | auto takes the fastest of many
+        --cluster laptop --ranks 2 --schemes mpi_allreduce  | has no schedule
+        --cluster laptop --ranks 2 --schemes sorcery        | there is no scheme
+        --cluster laptop --ranks 2 --tokens 9 --kv-heads 3  | --kv-heads 3 does not divide --heads 16
+        --cluster laptop --ranks 2 --kv-heads 2             | give --tokens
+        --cluster laptop --ranks 2 --placement 0+0          | both have place 0
+        --cluster laptop --ranks 2 --placement 0+9          | no place 9
+        --cluster laptop --ranks 2 --placement 0+1+2        | 3 places for 2 ranks
+        --cluster laptop --ranks 2 --placement sideways     | take block, cyclic, suited
+        --cluster laptop --ranks 2 --executor nccl          | choose from slots
+        --cluster laptop --ranks 2 --format svg             | draws one scheme
+        --cluster laptop --ranks 2 --out x.svg              | add --format
+    """,
+    "trace --out t.json": """
+        mpi_allreduce                                       | take a schedule
+        sorcery                                             | there is no scheme
+        none.json                                           | cannot be read
+        chain,ring                                          | one scheme
+    """,
+    "tune": """
+        --ranks 4                                           | for which machine
+        --cluster laptop                                    | --ranks
+        --cluster laptop --ranks 9                          | has 8 places
+        --cluster laptop --ranks 1                          | ranks
+        --cluster laptop --ranks 2 --placement 0+0          | both have place 0
+        --cluster laptop --ranks 2 --executor nccl          | choose from slots
+        --cluster laptop --ranks 2 --out own.toml           | end in .json
+        --cluster none.toml --ranks 2                       | cannot be read
+    """,
+    "visible": """
+        --queries 64                                        | a drawing of 64 tokens ends at 63
+        --queries a                                         | whole numbers
+        --layout sizes=1,2                                  | names 2 shards for 4 ranks
+    """,
+}
+CASES = [
+    (f"{command} {words.strip()}", message.strip())
+    for command, lines in BAD.items()
+    for words, message in (line.split("|") for line in lines.strip("\n ").splitlines())
+]
+
+
+@pytest.mark.parametrize(("words", "message"), CASES, ids=[words for words, _ in CASES])
+def test_one_line_says_what_is_wrong(words, message, tmp_path, monkeypatch):
+    files = {"own": tmp_path / "own.json", "results": ROOT / "tests/data/compare.jsonl"}
+    files["own"].write_text(build("chain", 3).to_json())
+    for name, content in {"empty": "", "cut": '{\n "read_rate_gb_s": 1.0, "rows', "text": "hello\n"}.items():
+        files[name] = tmp_path / f"{name}.json"
+        files[name].write_text(content)
+    before = sorted(tmp_path.iterdir())
+    monkeypatch.chdir(tmp_path)
+    done = in_process(*shlex.split(words.format(**files)), TREEATTN_CLUSTER="", code=2)
+    assert message in " ".join(done.stderr.split())
+    assert sorted(tmp_path.iterdir()) == before
