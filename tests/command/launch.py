@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import click
@@ -76,15 +77,32 @@ def _ended(code: int | None, done: subprocess.CompletedProcess):
     return done
 
 
-def treeattn(*words: object, ranks: int | None = None, timeout: float = 300, code: int | None = 0, **options):
-    """The ``treeattn`` command: by ranks that wait for commands, or by new ones where it needs a folder, an
-    environment or other programs beside it. `run("-m", "treeattn", ..)` always starts new ones."""
-    if options or ":" in words or "MUTANT_TEST" in os.environ:  # coverage tells tests apart by process
-        return run("-m", "treeattn", *words, ranks=ranks, timeout=timeout, code=code, **options)
+def treeattn(
+    *words: object,
+    ranks: int | None = None,
+    timeout: float = 300,
+    code: int | None = 0,
+    patches: str = "",
+    emulated: bool = False,
+    **environment: Any,
+):
+    """The ``treeattn`` command: one rank `in_process`, several by ranks that wait for commands; by new ones
+    where it needs a folder, other programs beside it, or variables that are read at the start of a process.
+
+    patches, emulated: of `waiting_ranks.Command`. `run("-m", "treeattn", ..)` always starts new ones.
+    """
+    if ranks in (None, 1) and not (environment or emulated or ":" in words):
+        return in_process(*words, code=code)
+    command = waiting_ranks.Command([*map(str, words)], patches, emulated)
+    known = all(name.startswith(("EMULATED_", "NCCL_", "MPIR_")) for name in environment)
+    if not known or ":" in words or "MUTANT_TEST" in os.environ:  # coverage tells tests apart by process
+        program = ("-m", "treeattn", *words)
+        if patches or emulated:
+            program = ("-c", f"from tests.command.waiting_ranks import Command; Command(*{[*command]})()")
+        return run(*program, ranks=ranks, timeout=timeout, code=code, **environment)
     launcher = [] if ranks is None else [str(mpiexec()), "-n", str(ranks)]
-    texts = [*map(str, words)]
-    done = waiting_ranks.run(launcher, ranks, texts, timeout, ROOT)
-    return _ended(code, subprocess.CompletedProcess(texts, *done))
+    done = waiting_ranks.run(launcher, ranks or 1, command, environment, timeout, ROOT)
+    return _ended(code, subprocess.CompletedProcess(command.words, *done))
 
 
 def in_process(*words: object, code: int | None = 0, **environment: str):

@@ -75,26 +75,6 @@ def test_executors_side_by_side(tmp_path):
     assert len({point.key.case for point in found.points}) == 1
 
 
-def test_sizes_ranks_of_nodes_and_what_single_ranks_take(tmp_path):
-    """On two nodes of two ranks; blocks may end with the answer."""
-    out = tmp_path / "r.jsonl"
-    words = ("--bytes", "64:1Ki:x16", "--ranks-per-node", 1, "--warmup", 2, "--out", out, "--wide")
-    effort = ("--iterations", 3, "--seconds", 0.001, "--repetitions", 9, "--stop-early")
-    done = treeattn("compare", "--schemes", "ring", *words, *effort, ranks=4, MPIR_CVAR_NUM_CLIQUES="2")
-    found = results.read(out)
-    assert found.problems == []
-    shapes = {(p.key.what, p.key.heads, p.key.head_dim, p.key.place) for p in found.points}
-    assert shapes == {("reduce", *size, (2, 1)) for size in ((1, 16), (2, 128))}
-    assert results.version(*found.used()[0]).endswith(", ranks 1+1")
-    for point in found.points:
-        assert point.warmup == 2
-        assert len(point.of_ranks) == point.key.ranks
-        assert 0 < max(point.of_ranks) <= max(point.samples["slowest"])
-    assert "a rank's" in done.stdout
-    assert "looked for after 8, 16, 32" in done.stdout
-    assert {row.times["completion"].blocks for row in results.summarise(found)} <= {8, 9}
-
-
 def test_nothing_is_measured_twice_and_launches_add_up(tmp_path):
     out = tmp_path / "r.jsonl"
     in_process(*REDUCE, "--out", out)
@@ -272,3 +252,10 @@ def test_inputs_without_room_are_named_once_and_the_others_go_on(tmp_path):
     found = results.read(out)
     assert {point.key.tokens for point in found.points} == {64}
     assert {error.key.tokens for error in found.errors} == {10**12}
+
+
+def test_a_cluster_without_room_for_the_job(tmp_path):
+    done = treeattn("compare", "--schemes", "chain", "--cluster", "dual-4090", ranks=3, code=2)
+    assert done.stderr.count("has 2 places") == 1
+    done = in_process("compare", "--schemes", "chain", TREEATTN_CLUSTER="summit", code=2)
+    assert "TREEATTN_CLUSTER: cluster 'summit': no such cluster" in done.stderr

