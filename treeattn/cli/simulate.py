@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -28,12 +29,22 @@ from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.report import Column, Report, count, microseconds
 from treeattn.study import intervals
-from treeattn.study.decode_step import DecodeStep, Shape, decode_step
+from treeattn.study.decode_step import Shape, attention_time, kv_ring_time, query_ring_exchange
 from treeattn.study.intervals import UNKNOWN, Estimate, Timed, estimates
 from treeattn.topology import needed
 
 _DRAWINGS = {"svg": timeline, "trace": trace}
 _SCHEMES = "recursive_doubling,k_nomial_tree,reduce_scatter_gather,hierarchical,split_rail"
+
+
+class DecodeStep(NamedTuple):
+    """Microseconds: a rank's attention, the reduction alone, the step, and the steps of the two rings."""
+
+    attention: float
+    reduction: float
+    time: float
+    kv_ring: float
+    query_ring: float
 
 
 class Row(NamedTuple):
@@ -98,10 +109,19 @@ def command(
         raise ArgumentError("--out takes a drawing: add --format svg or --format trace, or write --json FILE")
     output.open()
     shape = _shape(sizes, tokens, kv_heads)
+
+    @functools.cache  # of all schemes, of which the rings are none
+    def of_rings(places: Placement, shape: Shape) -> tuple[float, float, float]:
+        attention = attention_time(named.cluster, len(places), shape)
+        exchange = query_ring_exchange(named.cluster, places, shape, executor)
+        return attention, kv_ring_time(named.cluster, places, shape, executor), attention + exchange
+
     rows = []
     for name, where, schedule, places in _cases(named.cluster, ranks, names, placements.split(","), result):
-        step = None if shape is None else decode_step(named.cluster, places, schedule, shape, executor)
-        one = simulate(schedule, named.cluster, places, sizes.payload, executor)
+        one, step = simulate(schedule, named.cluster, places, sizes.payload, executor), None
+        if shape is not None:
+            attention, *rings = of_rings(places, shape)
+            step = DecodeStep(attention, one.time, attention + one.time, *rings)
         rows.append(Row(name, where, one, step))
     rows = _estimated(rows, baseline, sizes.payload, disturbed)
     made = Report({
@@ -240,8 +260,9 @@ def _show(made: Report, rows: list[Row], baseline: str | None, disturbed: Distur
     made.line(intervals.words(fastest.simulation.cluster))
     made.line("NIC: bytes of the card that sends most; messages and bytes: between nodes, of all ranks")
     made.line(f"floor, what no scheme is faster than: {microseconds(fastest.simulation.bound)} µs")
-    if fastest.step is not None:
-        made.line(fastest.step.in_words())
+    if (step := fastest.step) is not None:
+        both = f"attention {step.attention:,.1f} µs + reduction {step.reduction:,.1f} µs"
+        made.line(f"whole step: {both}; kv_ring {step.kv_ring:,.0f} µs, query_ring {step.query_ring:,.1f} µs")
     path = critical_path(fastest.simulation)
     made.line(f"{fastest.scheme}: {in_words(path)}")
     if share := assumed_share(path):

@@ -31,42 +31,9 @@ class Shape(NamedTuple):
     bytes: int = 2
 
 
-class DecodeStep(NamedTuple):
-    """Microseconds: a rank's attention, the reduction alone, the step, and the steps of the two rings."""
-
-    attention: float
-    reduction: float
-    time: float
-    kv_ring: float
-    query_ring: float
-
-    def in_words(self) -> str:
-        """One line."""
-        return (
-            f"whole step: attention {self.attention:,.1f} µs + reduction {self.reduction:,.1f} µs; "
-            f"kv_ring {self.kv_ring:,.0f} µs, query_ring {self.query_ring:,.1f} µs"
-        )
-
-
-def decode_step(
-    cluster: Cluster, places: Placement, schedule: Schedule, shape: Shape, executor: str | None = None
-) -> DecodeStep:
-    """The step with `schedule`, and the rings with the same places. Raises `ArgumentError` for a cluster that
-    does not say how fast a rank reads."""
-    ranks = len(places)
-    attention = attention_time(cluster, ranks, shape)
-    reduction = reduction_time(cluster, places, schedule, shape, executor)
-    record = 4 * (shape.head_dim + 2)
-    slice_ = -(-shape.batch * shape.heads * shape.queries // ranks) * record
-    pass_on = _hop(cluster, places, slice_, executor)
-    gather = simulate(_gather(ranks), cluster, places, Payload(ranks, slice_), executor).time
-    query_ring = attention + (ranks - 1) * pass_on + gather
-    kv_ring = kv_ring_time(cluster, places, shape, executor)
-    return DecodeStep(attention, reduction, attention + reduction, kv_ring, query_ring)
-
-
 def attention_time(cluster: Cluster, ranks: int, shape: Shape) -> float:
-    """Microseconds of a rank's attention. Raises as `decode_step`."""
+    """Microseconds of a rank's attention. Raises `ArgumentError` for a cluster that does not say how fast a
+    rank reads."""
     if cluster.memory is None:
         raise ArgumentError(
             f"{cluster.name}: memory: missing, in GB/s that a rank reads its cache at; add it"
@@ -84,11 +51,22 @@ def reduction_time(
 
 
 def kv_ring_time(cluster: Cluster, places: Placement, shape: Shape, executor: str | None = None) -> float:
-    """Microseconds of the step by the ring of keys and values. Raises as `decode_step`."""
+    """Microseconds of the step by the ring of keys and values. Raises as `attention_time`."""
     ranks = len(places)
     attention = attention_time(cluster, ranks, shape)
     hop = _hop(cluster, places, round(_shard(ranks, shape)), executor)
     return (ranks - 1) * max(hop, attention) + attention
+
+
+def query_ring_exchange(
+    cluster: Cluster, places: Placement, shape: Shape, executor: str | None = None
+) -> float:
+    """Microseconds by which the step by the ring of queries is longer than the attention of a rank."""
+    ranks, record = len(places), 4 * (shape.head_dim + 2)
+    slice_ = -(-shape.batch * shape.heads * shape.queries // ranks) * record
+    pass_on = _hop(cluster, places, slice_, executor)
+    gather = simulate(_gather(ranks), cluster, places, Payload(ranks, slice_), executor).time
+    return (ranks - 1) * pass_on + gather
 
 
 def _shard(ranks: int, shape: Shape) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -22,7 +22,13 @@ from treeattn.collectives.traffic import Payload
 from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.study.compare.schema import NULL, SUM, WIRE_BYTES, Key, members
-from treeattn.study.decode_step import Shape, decode_step
+from treeattn.study.decode_step import (
+    Shape,
+    attention_time,
+    kv_ring_time,
+    query_ring_exchange,
+    reduction_time,
+)
 from treeattn.study.intervals import Estimate, Timed, estimates, words
 
 
@@ -100,12 +106,22 @@ def timed(
     if key.scheme in (SUM, NULL) or lacking(cluster, places, key):
         return None
     executor = executor_over(key.transport, key.executor)
-    scheme = "recursive_doubling" if key.scheme in ("kv_ring", "query_ring") else key.scheme
-    selection = select(own.get(scheme, scheme))
-    scheduled = selection.own is not None or selection.row.generator is not None
+    if key.what == "decode" and (cluster.memory is None or disturbed != UNDISTURBED):
+        return None
+    size = np.dtype(DTYPES[key.dtype]).itemsize
+    shape = Shape(key.tokens, key.heads, key.kv_heads, key.head_dim, key.batch, key.queries, size)
+    if key.scheme == "kv_ring":
+        return lambda of, _: kv_ring_time(of, places, shape, executor)
+
+    def step(exchange: Callable[[Cluster], float]) -> Timed:
+        return lambda of, _: attention_time(of, key.ranks, shape) + exchange(of)
+
+    if key.scheme == "query_ring":
+        return step(lambda of: query_ring_exchange(of, places, shape, executor))
+    selection = select(own.get(key.scheme, key.scheme))
     if selection.own is not None and selection.own.size != key.ranks:  # to run it will say so
         return None
-    if not scheduled or (key.what == "decode" and (cluster.memory is None or disturbed != UNDISTURBED)):
+    if selection.own is None and selection.row.generator is None:
         return None
     try:
         schedule = selection.build(key.ranks, nodes if selection.needs_nodes else None)
@@ -117,11 +133,4 @@ def timed(
         return lambda of, draw: (
             simulate(schedule, of, places, payload, executor, None, disturbed, draw).completion
         )
-    size = np.dtype(DTYPES[key.dtype]).itemsize
-    shape = Shape(key.tokens, key.heads, key.kv_heads, key.head_dim, key.batch, key.queries, size)
-
-    def step(of: Cluster, _: int) -> float:
-        found = decode_step(of, places, schedule, shape, executor)
-        return {"kv_ring": found.kv_ring, "query_ring": found.query_ring}.get(key.scheme, found.time)
-
-    return step
+    return step(lambda of: reduction_time(of, places, schedule, shape, executor))

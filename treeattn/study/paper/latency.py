@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from treeattn.collectives.clusters import description
 from treeattn.study.compare.measure import Effort
 from treeattn.study.compare.schema import Key
-from treeattn.study.decode_step import Shape, decode_step
+from treeattn.study.decode_step import (
+    Shape,
+    attention_time,
+    kv_ring_time,
+    query_ring_exchange,
+    reduction_time,
+)
 from treeattn.study.paper import experiment
 from treeattn.study.paper.experiment import IN_THE_FIGURE, MACHINE, Cell, Experiment, Points, Table
 
@@ -25,15 +31,26 @@ def model(tokens: Sequence[int], ranks: Sequence[int], heads: int, head_dim: int
     what would have to be added to ring and tree for the paper's ratio."""
     cluster = description.load(MACHINE)
     rows: list[tuple[Cell, ...]] = []
+    placed = {gpus: experiment.placed(cluster, SIMULATED, gpus) for gpus in ranks}
+    any_length = Shape(0, heads, heads, head_dim)
+    exchanges = {
+        gpus: (
+            query_ring_exchange(cluster, places, any_length),
+            reduction_time(cluster, places, schedule, any_length),
+        )
+        for gpus, (schedule, places) in placed.items()
+    }
     for size, gpus in itertools.product(tokens, ranks):
-        schedule, places = experiment.placed(cluster, SIMULATED, gpus)
-        step = decode_step(cluster, places, schedule, Shape(size, heads, heads, head_dim))
-        times = (value / 1000 for value in (step.attention, step.kv_ring, step.query_ring, step.time))
+        shape = any_length._replace(tokens=size)
+        attention = attention_time(cluster, gpus, shape)
+        query_ring, tree = (attention + exchange for exchange in exchanges[gpus])
+        ring = kv_ring_time(cluster, placed[gpus][1], shape)
         largest = (size, gpus) == (max(tokens), max(ranks))
         says = f"close to {RATIO:g}" if largest else IN_THE_FIGURE
-        rows.append((size, gpus, *times, step.kv_ring / step.time, says))
+        times = (value / 1000 for value in (attention, ring, query_ring, tree))
+        rows.append((size, gpus, *times, ring / tree, says))
         if largest:
-            constant = (step.kv_ring - RATIO * step.time) / (RATIO - 1) / 1000
+            constant = (ring - RATIO * tree) / (RATIO - 1) / 1000
     headings = (
         "tokens", "GPUs", "attention, ms: simulated", "kv_ring, ms: simulated", "query_ring, ms: simulated",
         f"{SIMULATED}, ms: simulated", "ring / tree: simulated", "ring / tree: paper",

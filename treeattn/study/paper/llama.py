@@ -23,7 +23,7 @@ from treeattn.llama.model import Llama
 from treeattn.llama.session import Session
 from treeattn.llama.thread_limits import ThreadLimits
 from treeattn.llama.weights import RandomWeights
-from treeattn.study.decode_step import Shape, decode_step
+from treeattn.study.decode_step import Shape, attention_time, kv_ring_time, reduction_time
 from treeattn.study.paper.experiment import MACHINE, Cell, Experiment, Table, placed
 
 #: The paper's name of a machine -> its description.
@@ -117,8 +117,13 @@ def simulated(series: Sequence[Series]) -> list[Table]:
         assert cluster.memory is not None
         weights = DECODED * 2 * one.parameters / (1e9 * cluster.memory)  # every GPU reads all of them
         for tokens, tree, ring in zip(one.tokens, one.tree, one.ring, strict=True):
-            step = decode_step(cluster, places, schedule, Shape(tokens, one.heads, one.heads, one.head_dim))
-            by_tree, by_ring = (DECODED * one.layers * each / 1e6 for each in (step.time, step.kv_ring))
+            shape = Shape(tokens, one.heads, one.heads, one.head_dim)
+            attention = attention_time(cluster, one.gpus, shape)
+            steps = (
+                attention + reduction_time(cluster, places, schedule, shape),
+                kv_ring_time(cluster, places, shape),
+            )
+            by_tree, by_ring = (DECODED * one.layers * step / 1e6 for step in steps)
             late.append((one.machine, one.model, tokens, ring - tree, by_ring - by_tree))
             first = _prefill(one, tokens)
             decoded = (weights + by_tree, weights + by_ring)
