@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn
 
 import numpy as np
@@ -22,7 +22,9 @@ from treeattn.errors import BackendError
 
 _PROMPT = 0.5  # seconds in which the main thread hears of a signal, unless it is in a blocking call
 _command = False
+_handled: list[int] = []  # signals that end this process
 _AGREES = 5.0  # seconds in which errors that were agreed on reach every rank
+_LOOKS = 5  # in a row, a second apart, that miss a rank: a launcher may still be at its work
 
 
 def start() -> None:
@@ -34,18 +36,41 @@ def start() -> None:
     global _command
     _command = True
     rank, size = launch.launched_as()
-    watchdog.introduce(rank, size, launch.siblings)
+    watchdog.introduce(rank, size, launch.siblings, launch.abort)
     library = mpi_library.load(initialize=False)
     if library.Is_initialized():
         return
     functions, provided = ctypes.CDLL(library.__file__), ctypes.c_int()
-    with watchdog.Guarded("the start of MPI"):
+    with watchdog.Guarded("the start of MPI"), _none_missing():
         code = functions.MPI_Init_thread(None, None, mpi_library.thread_level(), ctypes.byref(provided))
+    for number in _handled:  # again: UCX takes SIGHUP for a command to say all that it does
+        signal.signal(number, signal.getsignal(number))
     if code != library.SUCCESS:
         raise BackendError(f"MPI does not start: MPI_Init_thread gives error {code}")
     for comm in (library.COMM_WORLD, library.COMM_SELF):
         comm.Set_errhandler(library.ERRORS_RETURN)  # as mpi4py does
     watchdog.at_the_end(_finalize_mpi)
+
+
+@contextlib.contextmanager
+def _none_missing() -> Iterator[None]:
+    """Meanwhile MPI waits for all ranks: where one of this machine has ended, the job ends too."""
+    started = threading.Event()
+
+    def look() -> None:
+        looks = 0
+        while looks < _LOOKS:
+            if started.wait(1.0):
+                return
+            missing = launch.missing()
+            looks = looks + 1 if missing else 0
+        watchdog.speak(f"MPI cannot start: {missing}", 1)
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        yield
+    finally:
+        started.set()
 
 
 def commanded() -> bool:
@@ -82,6 +107,7 @@ def end_on_signals(endings: Mapping[int, Callable[[], object]]) -> None:
     for number in endings:
         if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup leaves SIGHUP
             signal.signal(number, handle)
+            _handled.append(number)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     threading.Thread(target=listen, daemon=True).start()
 
@@ -97,9 +123,13 @@ def finalize(code: int, reason: str = "", patience: float | None = None) -> bool
     """Wait for all ranks to leave too. True on the lowest rank that has a reason: it may tell it.
 
     Errors that were agreed on reach every rank. One that did not would leave the others waiting for this
-    rank: it ends the job with `code`, after `patience` seconds.
+    rank: it ends the job with `code`, after `patience` seconds. So does one that fails before MPI starts,
+    where the others wait for it too, or fail likewise: then the lowest ends them.
     """
-    if not mpi_library.started() or mpi_library.load().COMM_WORLD.size == 1:
+    _, size = _place()
+    if size > 1 and not mpi_library.started():
+        watchdog.speak(reason, code)
+    if size == 1:
         return launch.launched_as()[0] == 0
     library = mpi_library.load()
     comm = library.COMM_WORLD
@@ -115,10 +145,10 @@ def finalize(code: int, reason: str = "", patience: float | None = None) -> bool
 
 def abort(error: BaseException) -> NoReturn:
     """End the whole job because this rank failed: the others may be waiting for it."""
-    comm = mpi_library.load().COMM_WORLD
+    rank, size = _place()
     sys.stdout.flush()
     what = "".join(traceback.format_exception_only(error)).strip()
-    print(f"treeattn: rank {comm.rank} of {comm.size} failed, ending the job: {what}", file=sys.stderr)
+    print(f"treeattn: rank {rank} of {size} failed, ending the job: {what}", file=sys.stderr)
     traceback.print_exception(error)
     end(1)
 
@@ -132,6 +162,14 @@ def leave() -> NoReturn:
 
 def end(code: int) -> NoReturn:
     """Exit, and end all other ranks of the job if there are some."""
-    if mpi_library.started() and mpi_library.load().COMM_WORLD.size > 1:
+    if _place()[1] > 1:
         watchdog.end_job(code)
     raise SystemExit(code)
+
+
+def _place() -> tuple[int, int]:
+    """(rank, size) as MPI has them, or before it starts the launcher."""
+    if not mpi_library.started():
+        return launch.launched_as()
+    comm = mpi_library.load().COMM_WORLD
+    return comm.rank, comm.size

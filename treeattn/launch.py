@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -108,6 +110,27 @@ def siblings() -> dict[int, Process]:
         if size > 1:
             found[rank] = Process.of(process)
     return found
+
+
+def missing() -> str:
+    """Of the ranks that the launcher of this one has started on this machine, which are left, where that is
+    not all; empty where they are, or nothing tells."""
+    started, left = local_size(), sorted(siblings()) if _name(os.getppid()) in _STARTERS else []
+    if not left or len(left) >= started:
+        return ""
+    return f"of {started} ranks that were started on this machine, {', '.join(map(str, left))} are left"
+
+
+def abort(code: int) -> None:
+    """Ask a launcher to end the job with this code, as a process may before MPI starts; else nothing happens.
+
+    MPICH's and Intel's do not mind one that ends then, whatever its code, and others wait for it in
+    MPI_Init. They listen at a socket whose number they give (PMI 1.1, the wire protocol).
+    """
+    with contextlib.suppress(OSError, ValueError):
+        socket = int(os.environ.get("PMI_FD", ""))
+        if stat.S_ISSOCK(os.fstat(socket).st_mode):
+            os.write(socket, f"cmd=abort exitcode={code}\n".encode())
 
 
 def _announced_above() -> int:

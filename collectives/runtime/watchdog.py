@@ -179,9 +179,15 @@ def current_activity() -> tuple[str, str] | None:
     return _activities[-1] if _activities else None
 
 
-def introduce(rank: int, size: int, roster: Callable[[], Mapping[int, Process]]) -> None:
-    """Tell this rank's place in the job, and the processes that can be looked up from here, by rank."""
-    _jobs[:] = [_Job(rank, size, roster)]
+def introduce(
+    rank: int,
+    size: int,
+    roster: Callable[[], Mapping[int, Process]],
+    abort: Callable[[int], object] = int,
+) -> None:
+    """Tell this rank's place in the job, the processes that can be looked up from here, by rank, and what
+    ends the job with an exit code, as far as that can be, before MPI starts."""
+    _jobs[:] = [_Job(rank, size, roster, abort)]
 
 
 def at_the_end(call: Callable[[], object]) -> None:
@@ -207,8 +213,11 @@ def end_job(code: int) -> NoReturn:
     """End all ranks, from any thread: nothing else gets a rank out of a blocking call."""
     sys.stderr.flush()
     time.sleep(0.2)  # launchers drop what is under way when a job ends
-    library = sys.modules.get("mpi4py.MPI")  # not imported here: the main thread may be about to
-    if library is not None and library.Is_initialized() and not library.Is_finalized() and not _mpi_ends:
+    library: Any = sys.modules.get("mpi4py.MPI")  # not imported here: the main thread may be about to
+    if not getattr(library, "Is_initialized", bool)():
+        for job in _jobs:
+            job.abort(code)
+    elif not library.Is_finalized() and not _mpi_ends:
         last = threading.Timer(1.0, os._exit, (code,))  # where it lets no other thread end the job
         last.daemon = True
         last.start()
@@ -230,6 +239,7 @@ class _Job(NamedTuple):
     rank: int
     size: int
     roster: Callable[[], Mapping[int, Process]]
+    abort: Callable[[int], object]
 
 
 _jobs: list[_Job] = []
@@ -243,7 +253,7 @@ def _watch(seconds: float) -> None:
         time.sleep(_pause(interval))
         stalled = _stalled(seen, math.ceil(seconds / interval))
         if stalled is not None:
-            _speak(timeout_message(*stalled, seconds))
+            speak(timeout_message(*stalled, seconds))
 
 
 def _pause(interval: float) -> float:
@@ -279,13 +289,13 @@ def _absent() -> str:
 _HAS = {"stopped": "is stopped", "ended": "has ended"}
 
 
-def _speak(message: str) -> NoReturn:
+def speak(message: str, code: int = TIMED_OUT) -> NoReturn:
     """Say it and end all ranks. The lowest that waits is to speak for those that reach the limit at the same
     time."""
     rank = _jobs[0].rank if _jobs else 0
     time.sleep(min(0.3 * rank, 3.0))
     print(f"treeattn: rank {rank}: {message}", file=sys.stderr, flush=True)
-    end_job(TIMED_OUT)
+    end_job(code)
 
 
 class WatchedCalls:

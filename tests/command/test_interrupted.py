@@ -81,13 +81,14 @@ def test_what_is_kept_is_named(ranks, tmp_path):
 
 ONE_RANK = """
 import os, signal, sys, time
-signal.signal(signal.SIGINT, signal.default_int_handler)  # where these tests run in the background
+number = int(sys.argv.pop(1))
+signal.signal(number, signal.SIG_DFL)  # where these tests run in the background
 from treeattn import cli
 from treeattn.study.compare.sweep import Sweep
 
 def run(self, world):
     if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), number)
         time.sleep(60)
     world.recv(source=1)
 
@@ -97,10 +98,19 @@ cli.main(sys.argv[1:])
 
 
 @needs_mpiexec
-def test_a_rank_that_is_interrupted_alone_knows_what_is_kept(tmp_path):
+@pytest.mark.parametrize(
+    ("number", "how"),
+    [
+        (signal.SIGINT, "interrupted"),
+        (signal.SIGTERM, "ended by SIGTERM"),
+        (signal.SIGHUP, "ended by SIGHUP"),
+    ],
+)
+def test_a_rank_that_is_interrupted_alone_knows_what_is_kept(tmp_path, number, how):
+    """Though libraries under MPI take signals for themselves."""
     out = tmp_path / "r.jsonl"
-    done = run("-c", ONE_RANK, *COMPARE, "--out", out, ranks=2, code=130)
-    assert f"treeattn: interrupted: kept {out} (the same command goes on from there)" in done.stderr
+    done = run("-c", ONE_RANK, int(number), *COMPARE, "--out", out, ranks=2, code=128 + number)
+    assert f"treeattn: {how}: kept {out} (the same command goes on from there)" in done.stderr
 
 
 def test_an_import_that_is_interrupted():

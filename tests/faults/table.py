@@ -101,7 +101,7 @@ FAULTS = (
     ),
     Fault("a rank is slowed, half of the time", _slowed, (0,), "", "nothing", "everything", limit=60),
     Fault(
-        "a rank gets no more memory", _without_memory, (1, 2, 9, 15, 124, 125, 134, 137, 139, 143),
+        "a rank gets no more memory", _without_memory, (1, 2, 9, 15, 124, 134, 137, 139, 143),
         r"treeattn: |rror|EXIT STRING|[Mm]emory",
         "`rank 1 of 3 failed, ending the job: MemoryError`, or what a library says of it", _NOTHING,
     ),
@@ -255,6 +255,18 @@ class Elsewhere:
 
 
 ELSEWHERE = (
+    Elsewhere(
+        "a rank fails before MPI starts", "its error, exit code 1 of the job",
+        "faults/test_before_mpi.py::test_what_fails_in_the_command_is_said",
+    ),
+    Elsewhere(
+        "a rank ends before the command begins", "`MPI cannot start: of 3 ranks .., 0, 2 are left`, in 5 s",
+        "faults/test_before_mpi.py::test_who_has_ended_is_missed",
+    ),
+    Elsewhere(
+        "one rank alone gets SIGINT, SIGTERM or SIGHUP", "as where all do",
+        "command/test_interrupted.py::test_a_rank_that_is_interrupted_alone_knows_what_is_kept",
+    ),
     Elsewhere(
         "two jobs write one results file", "`another run is appending to it`, exit code 2, of the second",
         "command/test_compare_command.py::test_two_runs_at_once",

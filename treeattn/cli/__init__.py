@@ -106,7 +106,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         if mpi_library.is_error(error):
             error = PeerError(f"a message failed, perhaps since another rank has ended: {error}")
             sys.exit(_failed(error))
-        if mpi_library.started():
+        if size > 1 or mpi_library.started():
             job.abort(error)
         raise
     code = output.verdict(code)

@@ -1,0 +1,75 @@
+"""A rank that ends before MPI starts, where the others wait for it: all end, long before the limit."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from . import jobs, table
+
+#: What rank 1 does first.
+PROGRAM = """
+import os, runpy, sys, time
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "mpi4py.MPI":
+            raise error
+if "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
+    exec(sys.argv.pop(1))
+else:
+    sys.argv.pop(1)
+runpy.run_module("treeattn", run_name="__main__", alter_sys=True)
+"""
+RAISES = "error = {}; sys.meta_path.insert(0, Broken())"
+LEFT = r"rank 0: MPI cannot start: of 3 ranks that were started on this machine, 0, 2 are left"
+
+LAUNCHERS = [
+    pytest.param(name, marks=[pytest.mark.skipif(lacking is not None, reason=str(lacking)), *deep])
+    for name, deep in zip(table.LAUNCHERS, ([], [pytest.mark.deep]), strict=False)
+    for lacking in [jobs.lacking(name)]
+]
+
+
+def job(launcher, first, limit=600):
+    """How it ends: the exit code, and what was said."""
+    command = jobs.started(launcher, 3, ["-c", PROGRAM, first, "schedule", "ring", "--ranks", "3"])
+    started = jobs.Job(command, TREEATTN_TIMEOUT=str(limit))
+    took = started.ended()
+    code, said = started.close()
+    assert took is not None, said
+    return code, said
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        ("ImportError('libmpi.so')", r"^treeattn: rank 1: no MPI library could be loaded \(libmpi.so\)"),
+        ("MemoryError()", "^treeattn: rank 1 of 3 failed, ending the job: MemoryError"),
+    ],
+)
+def test_what_fails_in_the_command_is_said(launcher, error, says):
+    code, said = job(launcher, RAISES.format(error))
+    assert code == 1, said
+    assert len(re.findall("^treeattn: ", said, re.MULTILINE)) == 1, said
+    assert re.search(says, said, re.MULTILINE), said
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("left", [pytest.param(0, marks=pytest.mark.deep), 3])
+def test_who_has_ended_is_missed(launcher, left):
+    """Whatever its code. Open MPI's launcher ends the job itself, unless that is 0."""
+    code, said = job(launcher, f"sys.exit({left})")
+    if launcher == "Open MPI" and left:
+        assert code == left, said
+    else:
+        assert code == 1, said
+        assert re.search(f"^treeattn: {LEFT}", said, re.MULTILINE), said
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_limit_has_its_exit_code_there_too(launcher):
+    code, said = job(launcher, "time.sleep(600)", limit=1)
+    assert code == 124, said
+    assert re.search(r"^treeattn: rank \d: the start of MPI: 1 s without", said, re.MULTILINE), said
