@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,9 +16,9 @@ from treeattn import communicators
 from treeattn.attention.shape import DTYPES
 from treeattn.cache_nodes import CacheNodes
 from treeattn.errors import ArgumentError
-from treeattn.llama.model import Llama
+from treeattn.llama.model import Attend, Llama
 from treeattn.llama.sampling import Sampling
-from treeattn.llama.session import Session, _check_tokens, _checked_prompt
+from treeattn.llama.session import Session
 from treeattn.llama.tensor_parallel import Tokens
 from treeattn.partial import Array
 from treeattn.token_tree import TokenTree
@@ -40,12 +41,8 @@ class RemoteSession(Session):
     ) -> None:
         if model.device.name != "cpu" or model.comm is not None:
             raise ArgumentError("a model over cache nodes runs on the processor, whole on one rank")
-        config = model.config
-        self.comm, self.model, self.capacity = communicators.alone(), model, capacity
-        self._sampling = sampling or Sampling()
-        self._generator = np.random.default_rng(self._sampling.seed)
-        self.prompt_tokens = _checked_prompt(prompt, capacity, model)
-        self.tokens, self.attention_s = len(self.prompt_tokens), 0.0
+        self._begin(communicators.alone(), model, prompt, capacity, sampling)
+        config, self._dtype = model.config, model.dtype
         self._remote = nodes.cache(
             layers=config.layers,
             kv_heads=config.kv_heads,
@@ -75,30 +72,40 @@ class RemoteSession(Session):
         """As of `Session`: the prompt goes to the nodes in pieces."""
         if self._remote.totals.any():
             raise ArgumentError("the prompt is in the cache already: a session has one")
-        hidden = self._forward(self.prompt_tokens, np.arange(self.tokens), self._remote.step, on_layer)
+
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            attended = self._asked(self._remote.step, layer, q, k, v)
+            on_layer(layer)
+            return attended
+
+        positions = np.arange(self.tokens)
+        hidden = self.model.forward(self.prompt_tokens, positions, attend, dtype=self._dtype)
         logits: Array = self.model.logits(hidden[-1:])[0]
         return logits
 
-    def step(self, token: int) -> Array:
+    def _attend_next(self) -> Attend:
         if int(self._remote.totals.min()) != self.tokens:
             raise ArgumentError("the prompt is not in the cache yet: call prefill first")
-        new = np.array([token])
-        _check_tokens("the step", new, self.model.config.vocab_size)
-        hidden = self._forward(new, np.array([self.tokens]), self._remote.step)
-        self.tokens += 1
-        logits: Array = self.model.logits(hidden)[0]
-        return logits
+        return partial(self._asked, self._remote.step)
 
-    def verify(self, tree: TokenTree) -> Array:
-        """As of `Session`, for trees of any size."""
-        _check_tokens("the tree", tree.tokens[0], self.model.config.vocab_size)
+    def _attend_tree(self, tree: TokenTree) -> Attend:
+        """Of any size."""
         self._drafts: list[tuple[Array, Array]] = []
 
-        def ask(layer: int, q: Array, k: Array, v: Array, **how: Any) -> tuple[Array, Array]:
-            self._drafts.append((k.copy(), v.copy()))
-            return self._remote.verify(layer, q, k, v, tree, **how)
+        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
+            self._drafts.append((k[None].copy(), v[None].copy()))
+            return self._asked(partial(self._remote.verify, tree=tree), layer, q, k, v)
 
-        return self.model.logits(self._forward(tree.tokens[0], self.tokens + tree.depths[0], ask))
+        return attend
+
+    def _asked(
+        self, ask: Callable[..., tuple[Array, Array]], layer: int, q: Array, k: Array, v: Array
+    ) -> Array:
+        began = time.perf_counter()
+        out, _ = ask(layer, q[None], k[None], v[None], scale=1.0 / math.sqrt(self.model.config.head_dim))
+        self.attention_s += time.perf_counter() - began
+        attended: Array = out[0]
+        return attended
 
     def commit(self, path: NDArray[np.integer[Any]]) -> None:
         """As of `Session`: what is kept goes to the nodes."""
@@ -106,25 +113,6 @@ class RemoteSession(Session):
         for layer, (k, v) in enumerate(self._drafts):
             self._remote.append(layer, k[:, kept], v[:, kept])
         self.tokens += len(kept)
-
-    def _forward(
-        self,
-        tokens: Any,
-        positions: Any,
-        ask: Callable[..., tuple[Array, Array]],
-        on_layer: Callable[[int], object] = lambda layer: None,
-    ) -> Array:
-        scale = 1.0 / math.sqrt(self.model.config.head_dim)
-
-        def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
-            began = time.perf_counter()
-            out, _ = ask(layer, q[None], k[None], v[None], scale=scale)
-            self.attention_s += time.perf_counter() - began
-            on_layer(layer)
-            attended: Array = out[0]
-            return attended
-
-        return self.model.forward(tokens, positions, attend, dtype=self.model.dtype)
 
     def rollback(self, tokens: int) -> None:
         self._remote.rollback([tokens])

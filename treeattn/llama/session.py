@@ -30,7 +30,7 @@ from treeattn.decoder.plan import select
 from treeattn.decoder.prefill import PREFILLS
 from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
-from treeattn.llama.model import Llama
+from treeattn.llama.model import Attend, Llama
 from treeattn.llama.sampling import Sampling
 from treeattn.llama.tensor_parallel import Tokens
 from treeattn.partial import Array
@@ -96,20 +96,19 @@ class Session:
         sampling: Sampling | None = None,
         cache_dtype: str | None = None,
     ) -> None:
-        self.comm, self.model, config = communicators.intracomm(comm), model, model.config
-        self._sampling, self._method, sharded = sampling or Sampling(), prefill, model.comm is not None
-        with Agreement(self.comm) as agreed:
+        comm, config, sharded = communicators.intracomm(comm), model.config, model.comm is not None
+        self._method = prefill
+        with Agreement(comm) as agreed:
             how = trees = Reduction.of(scheme or ("head_scatter" if sharded else "hierarchical"))
             if sharded and select(how.scheme).row.scattered:
                 how, trees = replace(how, output="heads"), replace(how, scheme="hierarchical")
-            self._generator = np.random.default_rng(self._sampling.seed)
-            self.prompt_tokens = _checked_prompt(prompt, capacity, model)
+            self._begin(comm, model, prompt, capacity, sampling)
             if prefill not in PREFILLS:
                 raise ArgumentError(f"prefill {prefill!r} is unknown: use one of {', '.join(PREFILLS)}")
             self._dtype = _checked_dtype(cache_dtype, model)
-            if model.comm is not None and not _same_ranks(model.comm, self.comm):
+            if model.comm is not None and not _same_ranks(model.comm, comm):
                 raise ArgumentError("the model's weights are sharded over other ranks than the session's")
-            rule, size = parse_layout(layout), self.comm.size
+            rule, size = parse_layout(layout), comm.size
             self._shards = [as_runs(rule.runs(len(self.prompt_tokens), rank, size)) for rank in range(size)]
             agreed.must_match = {
                 "the prompt": f"{hashlib.sha256(self.prompt_tokens.tobytes()).hexdigest():.16} (its SHA-256)",
@@ -124,30 +123,37 @@ class Session:
                 **{f"the model's {one.name}": getattr(config, one.name) for one in fields(config)},
                 "the digest of the model's norms": f"{model.norms_digest:.16}",
             }
-        self.tokens, self.capacity, self.attention_s = len(self.prompt_tokens), capacity, 0.0
-        #: Called with every layer's number and what its tokens attended to, [tokens, heads, head_dim].
-        self.observe: Callable[[int, Array], object] = lambda layer, attended: None
-        planned: dict[str, Any] = {"kv_heads": config.kv_heads, "head_dim": model.cache_head_dim}
-        planned |= {"dtype": self._dtype, "device": model.device.name}
+        cached: dict[str, Any] = {"kv_heads": config.kv_heads, "head_dim": model.cache_head_dim}
+        cached |= {"dtype": self._dtype, "device": model.device.name}
         owners = np.arange(capacity) % size
         for rank, runs in enumerate(self._shards):
             owners[runs.positions()] = rank
         self._laid_out: dict[str, Any] = {"capacity": capacity, "layout": owners, "drafts": drafts}
-        self._cache = ShardedCache(self.comm, layers=config.layers, **self._laid_out, **planned)
-        planned |= {"heads": config.heads, "scale": self._scale, "reproducible": self._reproducible}
+        self._cache = ShardedCache(comm, layers=config.layers, **self._laid_out, **cached)
+        # The scale is the model's own, whatever zeros fill its heads up to. Bits are those of tokens: a text
+        # grows by single ones, not by blocks.
+        self._attention = cached | {"heads": config.heads, "scale": 1.0 / math.sqrt(config.head_dim)}
+        self._attention["reproducible"] = "tokens" if model.reproducible else None
         # First, since it refuses schemes that a decoder takes: then there is no decoder to close.
-        self._verifier = Verifier(self.comm, nodes=drafts, scheme=trees, **planned) if drafts else None
-        self.decoder = Decoder(self.comm, scheme=how, **planned)
+        self._verifier = Verifier(comm, nodes=drafts, scheme=trees, **self._attention) if drafts else None
+        self.decoder = Decoder(comm, scheme=how, **self._attention)
 
-    @property
-    def _reproducible(self) -> str | None:
-        """By tokens: a text grows by single ones, not by blocks."""
-        return "tokens" if self.model.reproducible else None
-
-    @property
-    def _scale(self) -> float:
-        """The model's own, whatever zeros fill its heads up to."""
-        return 1.0 / math.sqrt(self.model.config.head_dim)
+    def _begin(
+        self,
+        comm: Communicator,
+        model: Llama,
+        prompt: Sequence[int] | Tokens,
+        capacity: int,
+        sampling: Sampling | None,
+    ) -> None:
+        """What every session has, wherever its keys and values lie. Raises `ArgumentError`."""
+        self.comm, self.model, self.capacity = comm, model, capacity
+        self._sampling = sampling or Sampling()
+        self._generator = np.random.default_rng(self._sampling.seed)
+        self.prompt_tokens = _checked_prompt(prompt, capacity, model)
+        self.tokens, self.attention_s = len(self.prompt_tokens), 0.0
+        #: Called with every layer's number and what its tokens attended to, [tokens, heads, head_dim].
+        self.observe: Callable[[int, Array], object] = lambda layer, attended: None
 
     @property
     def tree_decoder(self) -> Decoder | None:
@@ -172,11 +178,8 @@ class Session:
             raise ArgumentError("the prompt is in the cache already: a session has one")
         if self.tokens != len(self.prompt_tokens):
             raise ArgumentError("the prompt was taken back: make a new session to run it")
-        model, config, own = self.model, self.model.config, self.prompt_positions
-        planned: dict[str, Any] = {"heads": config.heads, "kv_heads": config.kv_heads, "scale": self._scale}
-        planned |= {"head_dim": model.cache_head_dim, "dtype": self._dtype, "device": model.device.name}
-        planned |= {"tokens": len(own), "positions": self._shards[self.comm.rank], "method": self._method}
-        planned["reproducible"] = self._reproducible
+        model, own, runs = self.model, self.prompt_positions, self._shards[self.comm.rank]
+        prompt: dict[str, Any] = {"tokens": len(own), "positions": runs, "method": self._method}
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             cache = self._cache.layers[layer]
@@ -187,12 +190,12 @@ class Session:
             on_layer(layer)
             return attended
 
-        with Prefill(self.comm, **planned) as prefill:
+        with Prefill(self.comm, **prompt, **self._attention) as prefill:
             hidden = model.forward(
                 self.prompt_tokens[own], own, attend, sequence_parallel=True, dtype=self._dtype
             )
         root = next(rank for rank, runs in enumerate(self._shards) if runs.end == self.tokens)
-        last: Array = np.empty((1, config.hidden_size), np.float32)
+        last: Array = np.empty((1, model.config.hidden_size), np.float32)
         if self.comm.rank == root:
             last = model.device.to_host(hidden[-1:])
         with watchdog.Activity("the prompt's last token"):
@@ -238,38 +241,47 @@ class Session:
     def step(self, token: int) -> Array:
         """Take one more token: logits [vocab_size] of what follows. Raises `ArgumentError` where the cache is
         full, without the prompt, or for what is no token of the model."""
+        attend, new = self._attend_next(), np.array([token])
+        _check_tokens("the step", new, self.model.config.vocab_size)
+        hidden = self.model.forward(new, np.array([self.tokens]), attend, dtype=self._dtype)
+        self.tokens += 1
+        logits: Array = self.model.logits(hidden)[0]
+        return logits
+
+    def _attend_next(self) -> Attend:
+        """How one more token attends. Raises `ArgumentError` where there can be none."""
         self._check_prefilled()
         if self.tokens == self.capacity:
             raise ArgumentError(f"the cache is full: it was planned for {self.capacity} tokens")
-        new, position = np.array([token]), np.array([self.tokens])
-        _check_tokens("the step", new, self.model.config.vocab_size)
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             self._cache.layers[layer].append(k[None], v[None])
             return self._timed(self.decoder, layer, q)
 
-        hidden = self.model.forward(new, position, attend, dtype=self._dtype)
-        self.tokens += 1
-        logits: Array = self.model.logits(hidden)[0]
-        return logits
+        return attend
 
     def verify(self, tree: TokenTree) -> Array:
         """Run the nodes of a tree [1, drafts], whose root is the last token: logits [drafts, vocab_size] of
         what follows each. `commit` says what is kept. Raises `ArgumentError` for a tree of another size,
         or what is no token of the model."""
+        attend = self._attend_tree(tree)
+        _check_tokens("the tree", tree.tokens[0], self.model.config.vocab_size)
+        positions = self.tokens + tree.depths[0]
+        return self.model.logits(self.model.forward(tree.tokens[0], positions, attend, dtype=self._dtype))
+
+    def _attend_tree(self, tree: TokenTree) -> Attend:
+        """How the nodes of a tree attend. Raises `ArgumentError` where they cannot."""
         verifier = self._verifier
         if verifier is None or tree.nodes != verifier.shape.queries or tree.batch != 1:
             raise ArgumentError(f"{tree}: the session was planned without trees, or for others: see drafts=")
         self._check_prefilled()
-        _check_tokens("the tree", tree.tokens[0], self.model.config.vocab_size)
-        lengths, positions = self._cache.shard_lengths, self._cache.draft_positions(tree)[0]
+        lengths = self._cache.shard_lengths
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             self._cache.layers[layer].propose(k[None], v[None], tree)
             return self._timed(verifier, layer, q, k[None], v[None], tree, shard_lengths=lengths)
 
-        hidden = self.model.forward(tree.tokens[0], positions, attend, dtype=self._dtype)
-        return self.model.logits(hidden)
+        return attend
 
     def _timed(
         self, attention: Decoder | Verifier, layer: int, q: Array, *drafts: Any, **options: Any
