@@ -11,22 +11,16 @@ from treeattn.errors import ArgumentError, StateError
 from treeattn.huggingface import latent
 from treeattn.huggingface.layers import waiting
 from treeattn.huggingface.mask import mask
+from treeattn.huggingface.plans import Scoring
 from treeattn.huggingface.sealed import NOT_ATTENDED, plain
 from treeattn.huggingface.store import attend
 
 #: What models pass along and attention has nothing to do with.
 _BESIDE_ATTENTION = {
-    *(
-        "cache_position",
-        "labels",
-        "layer_idx",
-        "logits_to_keep",
-        "num_items_in_batch",
-        "output_hidden_states",
-    ),
-    *("output_router_logits", "position_embeddings", "position_ids", "return_dict", "token_type_ids"),
+    "cache_position", "labels", "layer_idx", "logits_to_keep", "num_items_in_batch", "output_hidden_states",
+    "output_router_logits", "position_embeddings", "position_ids", "return_dict", "token_type_ids",
     "use_cache",
-}
+}  # fmt: skip
 
 
 def attention(
@@ -60,6 +54,8 @@ def attention(
     if layer is None and waited is not None:
         raise StateError(NOT_ATTENDED)
     new, tokens, store = 0, query.shape[2], None
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(float(scale), sliding_window or 0, float(softcap or 0.0))
     if layer is None:
         end = key.shape[2]
     else:
@@ -67,15 +63,13 @@ def attention(
         store, end = layer.store, layer.slots
         new = layer.taken(module, layer is waited)
         if layer.cache.dealt is not None:
-            rules = scaling, sliding_window or 0, softcap or 0.0
-            return layer.cache.dealt.attend(layer, query, key, value, s_aux, *rules, new, latents), None
-    scale = query.shape[3] ** -0.5 if scaling is None else scaling
+            return layer.cache.dealt.attend(layer, query, key, value, s_aux, scoring, new, latents), None
     given = query, key, value, attention_mask, s_aux
-    seen = end - tokens, new, float(scale), sliding_window or 0, float(softcap or 0.0)
     # As one operator where something wants to trace or to differentiate it; it has no gradient, and says so.
     if torch.compiler.is_compiling() or (query.requires_grad and torch.is_grad_enabled()):
-        return torch.ops.treeattn.attend(*given, store.handle if store else 0, *seen), None
-    return attend(*given, store, *seen, latents), None
+        handle = store.handle if store else 0
+        return torch.ops.treeattn.attend(*given, handle, end - tokens, new, *scoring), None
+    return attend(*given, store, end - tokens, new, scoring, latents), None
 
 
 def _refuse(module: Any, attention_mask: Any, dropout: float, others: dict[str, Any]) -> None:
@@ -83,8 +77,7 @@ def _refuse(module: Any, attention_mask: Any, dropout: float, others: dict[str, 
     if attention_mask is not None and (attention_mask.ndim != 1 or attention_mask.dtype != torch.int64):
         raise ArgumentError(
             f"attention_mask has {attention_mask.ndim} dimensions when it reaches attention: masks of one's "
-            "own are "
-            "not served, pass [batch, tokens] with zeros for padding on the left"
+            "own are not served, pass [batch, tokens] with zeros for padding on the left"
         )
     if dropout:
         raise ArgumentError("dropout is not served: call model.eval()")
@@ -92,8 +85,7 @@ def _refuse(module: Any, attention_mask: Any, dropout: float, others: dict[str, 
     if causal is False or (causal is None and getattr(module, "is_causal", True) is False):
         raise ArgumentError(
             f"attention of {type(module).__name__} is not causal: pass attn_implementation='treeattn' for "
-            "the text "
-            "model alone, {'text_config': 'treeattn'}"
+            "the text model alone, {'text_config': 'treeattn'}"
         )
     if others.pop("output_attentions", False):
         raise ArgumentError("output_attentions: treeattn never holds the weights of attention")

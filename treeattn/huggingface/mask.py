@@ -114,6 +114,5 @@ def _check(
         if not bool((got == wanted).all()):
             raise ArgumentError(
                 "the mask of this model is neither causal nor a causal window (images, packed sequences, "
-                "chunks): "
-                "it is not served"
+                "chunks): it is not served"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +22,20 @@ MOST_QUERIES = 256
 MOST_LENGTHS = 8
 
 
+class Scoring(NamedTuple):
+    """How q and k become logits, as models say it. window: the last slots that are seen, 0 for all; softcap:
+    0 for none."""
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+    def rules(self, causal: bool = True) -> Rules:
+        """Which keys a query sees, and what becomes of its logits."""
+        window = (self.window - 1, None) if self.window else None
+        return Rules(causal=causal, window=window, softcap=self.softcap or None)
+
+
 class Plans:
     """Attention over the ranks of `comm`, whose tokens lie interleaved. Caches of one communicator share it.
 
@@ -38,28 +52,25 @@ class Plans:
         k: Any,
         v: Any,
         stands: range,
+        scoring: Scoring,
         lengths: Any = None,
         begins: Any = None,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
     ) -> tuple[Any, Any]:
         """out [batch, queries, own heads, v_dim] and lse [batch, own heads, queries], which hold until the
         next call.
 
         q [batch, queries, heads, dim] at the slots `stands`, of which the last is the end of the sequence
         where there is one query; k, v: this rank's tokens, `lengths` [batch] of them, or all. Seen is what is
-        not before `begins` [batch] and not after the query, of the `window` last slots unless 0.
+        not before `begins` [batch] and not after the query.
         """
         causal = len(stands) > 1
         if len(stands) <= MOST_QUERIES:
-            return self._attend(q, k, v, stands, lengths, begins, scale, causal, window, softcap)
+            return self._attend(q, k, v, stands, scoring, lengths, begins, causal)
         parts = []
         for first in range(0, len(stands), MOST_QUERIES):
             part = slice(first, first + MOST_QUERIES)
-            given = q[:, part], k, v, stands[part], lengths, begins
-            parts.append([_kept(one) for one in self._attend(*given, scale, causal, window, softcap)])
+            both = self._attend(q[:, part], k, v, stands[part], scoring, lengths, begins, causal)
+            parts.append([_kept(one) for one in both])
         outs, lses = zip(*parts, strict=True)
         return _joined(outs, 1), _joined(lses, 2)
 
@@ -69,42 +80,32 @@ class Plans:
         k: Any,
         v: Any,
         stands: range,
+        scoring: Scoring,
         lengths: Any,
         begins: Any,
-        scale: float,
         causal: bool,
-        window: int,
-        softcap: float,
     ) -> tuple[Any, Any]:
         """Of no more queries than a plan may have."""
-        if window and len(stands) == 1 and stands[0] < window:
-            window = 0
-        causal = causal or window > 0
-        decoder = self._decoder(q, k, v, scale, causal, window, softcap)
-        if (
-            not causal and begins is None and lengths is not None
-        ):  # as a slice it is one call of compiled code
-            end = int(lengths[0])
+        if len(stands) == 1 and stands[0] < scoring.window:
+            scoring = scoring._replace(window=0)
+        causal = causal or scoring.window > 0
+        decoder = self._decoder(q, k, v, scoring, causal)
+        if not causal and begins is None and lengths is not None:
+            end = int(lengths[0])  # as a slice it is one call of compiled code
             return decoder(q, k[:, :end], v[:, :end])
         seen: dict[str, Any] = {"q_positions": np.array(stands)} if causal else {}
         return decoder(q, k, v, lengths, begins=begins, **seen)
 
-    def _decoder(
-        self, q: Any, k: Any, v: Any, scale: float, causal: bool, window: int, softcap: float
-    ) -> Decoder:
+    def _decoder(self, q: Any, k: Any, v: Any, scoring: Scoring, causal: bool) -> Decoder:
         batch, queries, heads, head_dim = q.shape
-        kind = (batch, heads, head_dim, k.shape[2], v.shape[3], q.dtype, scale, causal, window, softcap)
+        kind = (batch, heads, head_dim, k.shape[2], v.shape[3], q.dtype, causal, *scoring)
         planned = self._decoders.setdefault(kind, {})
         decoder = planned.get(queries) if queries == 1 else planned.pop(queries, None)
         if decoder is None:
             several = [length for length in planned if length > 1]
             if queries > 1 and len(several) == MOST_LENGTHS:
                 planned.pop(several[0]).close()
-            rules = Rules(
-                causal=causal,
-                window=(window - 1, None) if window else None,
-                softcap=softcap or None,
-            )
+            v_dim = None if v.shape[3] == head_dim else v.shape[3]
             decoder = Decoder(
                 self.comm,
                 heads=heads,
@@ -114,12 +115,10 @@ class Plans:
                 queries=queries,
                 dtype=str(q.dtype).removeprefix("torch."),
                 scheme=self._reduction,
-                scale=scale,
-                rules=rules,
+                scale=scoring.scale,
+                rules=scoring.rules(causal),
                 device="cuda" if getattr(q, "is_cuda", False) else "cpu",
-                cache=CacheFormat(
-                    positions="interleaved", v_dim=None if v.shape[3] == head_dim else v.shape[3]
-                ),
+                cache=CacheFormat(positions="interleaved", v_dim=v_dim),
             )
         planned[queries] = decoder
         return decoder

@@ -8,10 +8,10 @@ import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
 from treeattn.agreement import Agreement
-from treeattn.attention.mask import Rules
 from treeattn.decoder import Prefill
 from treeattn.errors import ArgumentError
 from treeattn.huggingface.mask import begins_of
+from treeattn.huggingface.plans import Scoring
 from treeattn.huggingface.store import finished
 from treeattn.huggingface.tensors import as_rows, digest, dtype_name
 
@@ -128,9 +128,7 @@ class Dealt:
         key: torch.Tensor,
         value: torch.Tensor,
         sinks: torch.Tensor | None,
-        scale: float | None,
-        window: int,
-        softcap: float,
+        scoring: Scoring,
         new: int,
         latents: Latents | None,
     ) -> torch.Tensor:
@@ -140,13 +138,13 @@ class Dealt:
             layer.store.take(latents, True)
             given = (as_rows(latents.together()),) if latents else (k, v)
             layer.store.append_own(self.tokens, *given)
-        rules = Rules(causal=True, window=(window - 1, None) if window else None, softcap=softcap or None)
         planned = {"heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3], "v_dim": v.shape[3]}
         planned |= {"batch": len(q), "tokens": q.shape[1], "dtype": dtype_name(query)}
-        kind = rules, scale, *planned.values()
+        kind = scoring, *planned.values()
         if kind not in self._planned:
-            place: Any = {"scale": scale, "device": query.device.type, "positions": "interleaved"}
-            self._planned[kind] = Prefill(self._comm, rules=rules, **planned, **place)
+            how: Any = {"scale": scoring.scale, "rules": scoring.rules()}
+            how |= {"device": query.device.type, "positions": "interleaved"}
+            self._planned[kind] = Prefill(self._comm, **planned, **how)
         out, lse = self._planned[kind](q, k, v, begins=self._begins)
         return finished(out, lse, sinks, query.dtype)
 

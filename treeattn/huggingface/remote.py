@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from treeattn.attention.mask import Rules
 from treeattn.cache_nodes import RemoteCache
+from treeattn.huggingface.plans import Scoring
 from treeattn.huggingface.tensors import as_rows
 
 
@@ -41,13 +41,10 @@ class RemoteLayer:
         if self._number == 0:
             self.cache.select(rows)
 
-    def attend(
-        self, q: Any, new: tuple[Any, ...], begins: Any, scale: float, window: int, softcap: float
-    ) -> tuple[Any, Any]:
+    def attend(self, q: Any, new: tuple[Any, ...], begins: Any, scoring: Scoring) -> tuple[Any, Any]:
         """To all tokens, of which k and v in `new` come with q."""
-        rules = Rules(causal=True, window=(window - 1, None) if window else None, softcap=softcap or None)
-        given = [_on_host(array) for array in (q, *new)]
-        out, lse = self.cache.step(self._number, *given, begins=begins, scale=scale, rules=rules)
+        how: dict[str, Any] = {"begins": begins, "scale": scoring.scale, "rules": scoring.rules()}
+        out, lse = self.cache.step(self._number, *map(_on_host, (q, *new)), **how)
         if isinstance(q, torch.Tensor):
             return torch.from_numpy(out).to(q.device), torch.from_numpy(lse).to(q.device)
         return out.copy(), lse.copy()

@@ -14,19 +14,10 @@ NOT_ATTENDED = (
 )
 
 #: What a model may ask of a sealed tensor, and what may hand it over as it is.
-_HARMLESS = {"__get__", "__len__", "contiguous", "dim", "element_size", "get_device", "is_complex"} | {
-    *(
-        "is_contiguous",
-        "is_floating_point",
-        "ndimension",
-        "nelement",
-        "numel",
-        "size",
-        "stride",
-        "to",
-        "type",
-    ),
-}
+_HARMLESS = {
+    "__get__", "__len__", "contiguous", "dim", "element_size", "get_device", "is_complex", "is_contiguous",
+    "is_floating_point", "ndimension", "nelement", "numel", "size", "stride", "to", "type",
+}  # fmt: skip
 
 
 class Sealed(torch.Tensor):

@@ -12,6 +12,7 @@ import torch
 from treeattn.errors import StateError
 from treeattn.huggingface import plans, tensor_parallel
 from treeattn.huggingface.agreeing_ranks import check_same_tokens
+from treeattn.huggingface.plans import Scoring
 from treeattn.huggingface.remote import RemoteLayer
 from treeattn.huggingface.tensors import as_rows, as_tensor
 
@@ -79,22 +80,22 @@ class Store:
             self.shard.select(rows)
 
     def attend(
-        self, q: Any, new: tuple[Any, ...], at: int, begins: Any, rules: dict[str, Any], by_heads: bool
+        self, q: Any, new: tuple[Any, ...], at: int, begins: Any, scoring: Scoring, by_heads: bool
     ) -> tuple[Any, Any]:
         """To all tokens of all ranks, of which those of k and v in `new` are still to be appended. by_heads:
         the result is this rank's heads alone. Collective."""
         if isinstance(self.shard, RemoteLayer):
-            both = self.shard.attend(q, new, begins, **rules)
+            both = self.shard.attend(q, new, begins, scoring)
             self.slots += new[0].shape[1] if new else 0
             return both
         if new:
             self.append(*new)
         stands, shard = range(at, at + q.shape[1]), cast("CacheLayer", self.shard)
         v = shard.k[..., : self.rank] if self.rank else shard.v
-        seen: Any = stands, shard.lengths, begins
+        given = q, shard.k, v, stands, scoring, shard.lengths, begins
         if not by_heads:
-            return self._cache.plans.attend(q, shard.k, v, *seen, **rules)
-        out, lse = self._cache.plans_by_heads.attend(q, shard.k, v, *seen, **rules)
+            return self._cache.plans.attend(*given)
+        out, lse = self._cache.plans_by_heads.attend(*given)
         own, comm = q.shape[2] // self._cache.comm.size, self._cache.comm
         return tensor_parallel.own_heads(comm, out, 2, own), tensor_parallel.own_heads(comm, lse, 1, own)
 
@@ -129,9 +130,7 @@ def attend(
     own: Store | None,
     at: int,
     new: int,
-    scale: float,
-    window: int,
-    softcap: float,
+    scoring: Scoring,
     latents: Latents | None = None,
 ) -> torch.Tensor:
     """out [batch, queries, heads, dim] of the queries at the slots from `at` on.
@@ -143,7 +142,6 @@ def attend(
     first = None if begins is None else begins.cpu().numpy()
     if first is not None and not first.any():
         first = None
-    rules: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     by_heads = own is not None and own.is_sharded(q.shape[2])
     added: tuple[Any, ...] = ()
     if own is not None and new and not by_heads:
@@ -156,18 +154,15 @@ def attend(
     if own is None or at == 0:  # all of it is in k and v: no other rank need be asked
         if own is not None and added:
             own.append(*added)
-        start = at + q.shape[1] - k.shape[1]
-        out, lse = plans.alone().attend(
-            *(q, k, v, range(at - start, at - start + q.shape[1])),
-            begins=None if first is None else np.maximum(first - start, 0),
-            **rules,
-        )
+        start, stands = at + q.shape[1] - k.shape[1], range(k.shape[1] - q.shape[1], k.shape[1])
+        behind = None if first is None else np.maximum(first - start, 0)
+        out, lse = plans.alone().attend(q, k, v, stands, scoring, begins=behind)
     else:
         if by_heads:
             q = own.all_heads(q)[0]
         elif latents:
             q = as_rows(latents.turned(query))
-        out, lse = own.attend(q, added, at, first, rules, by_heads)
+        out, lse = own.attend(q, added, at, first, scoring, by_heads)
         if latents:
             out = latents.values(as_tensor(out))
     return finished(out, lse, sinks, query.dtype)
@@ -196,7 +191,7 @@ def _attend(
     softcap: float,
 ) -> torch.Tensor:
     own = _stores[store] if store else None
-    return attend(query, key, value, begins, sinks, own, at, new, scale, window, softcap)
+    return attend(query, key, value, begins, sinks, own, at, new, Scoring(scale, window, softcap))
 
 
 @_attend.register_fake

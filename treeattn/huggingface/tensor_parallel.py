@@ -23,8 +23,7 @@ def is_sharded(own: int, heads: int | None, size: int) -> bool:
     if own * size != heads:
         raise ArgumentError(
             f"this rank has {own} of {heads} query heads, and the cache {size} ranks: the weights must be "
-            "tensor "
-            "parallel over the ranks of the cache, or on none"
+            "tensor parallel over the ranks of the cache, or on none"
         )
     return True
 
