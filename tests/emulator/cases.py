@@ -104,6 +104,12 @@ class Case:
         """Query heads."""
         return self.kv_heads * self.group
 
+    @property
+    def plan(self) -> dict[str, Any]:
+        """Of a `treeattn.Decoder` on a GPU."""
+        shape = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        return shape | {"batch": self.batch, "queries": self.queries, "dtype": self.dtype, "device": "cuda"}
+
     def valid(self, b: int) -> int:
         """Valid tokens of a batch row."""
         return self.tokens if self.lengths is None else self.lengths[b]

@@ -23,13 +23,6 @@ from .runtime import EmulatorRuntime, LazyRuntime
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 
-def decoder_for(case: Case, **options: Any) -> treeattn.Decoder:
-    return treeattn.Decoder(
-        heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, batch=case.batch,
-        queries=case.queries, dtype=case.dtype, device="cuda", **options,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("case", sample(8, [case for case in CASES if not case.limited]), ids=str)
 def test_decode_is_exact(runtime: EmulatorRuntime, case: Case) -> None:
     q, k, v, lengths, _ = case.inputs()
@@ -58,7 +51,7 @@ def test_a_decoder_follows_a_growing_cache(runtime: EmulatorRuntime, where: str,
     case = Case("bfloat16", 64, group=4, batch=2)
     q, k, v, _, _ = case.inputs()
     lengths = np.zeros(2, np.int64)
-    with decoder_for(case, scheme=scheme) as decoder:
+    with treeattn.Decoder(**case.plan, scheme=scheme) as decoder:
         decoder(q, k, v, lengths=lengths if where == "device" else [0, 0])
         allocations = runtime.allocations
         for length in (3, 150, 64):
@@ -82,7 +75,7 @@ def test_bfloat16_comes_as_bits_or_as_a_type_of_its_own(runtime: EmulatorRuntime
     for results in (raw, rooted):
         for one, other in zip(named, results, strict=True):
             np.testing.assert_array_equal(one, other)
-    with decoder_for(case) as decoder:
+    with treeattn.Decoder(**case.plan) as decoder:
         np.testing.assert_array_equal(decoder(*bits)[0], named[0])
 
 
@@ -159,7 +152,7 @@ def test_bad_input_has_one_clear_message(runtime: EmulatorRuntime, name: str) ->
 def test_a_step_is_checked_against_the_plan(runtime: EmulatorRuntime) -> None:
     case = Case("float16", 64)
     q, k, v, _, _ = case.inputs()
-    with decoder_for(case) as decoder:
+    with treeattn.Decoder(**case.plan) as decoder:
         decoder(q, k, v)
         with pytest.raises(ArgumentError, match="q is bfloat16, expected float16"):
             decoder(*(x.astype(ml_dtypes.bfloat16) for x in (q, k, v)))
@@ -176,14 +169,14 @@ def test_out_of_memory_is_one_message(runtime: EmulatorRuntime, monkeypatch: pyt
 
     monkeypatch.setattr(runtime, "empty", full)
     with pytest.raises(BackendError, match="out of GPU memory"):
-        decoder_for(Case("float32", 64))
+        treeattn.Decoder(**Case("float32", 64).plan)
 
 
 def test_a_captured_step_of_one_rank_follows_growing_lengths(runtime: EmulatorRuntime) -> None:
     case = Case("bfloat16", 64, group=4, batch=2)
     q, k, v, _, _ = case.inputs()
     lengths = np.zeros(2, np.int64)
-    with decoder_for(case) as decoder:
+    with treeattn.Decoder(**case.plan) as decoder:
         with pytest.raises(ArgumentError, match="int64 device array"):
             decoder.capture(q, k, v, [0, 0])
         step = decoder.capture(q, k, v, lengths)
@@ -198,7 +191,7 @@ def test_a_captured_step_of_one_rank_follows_growing_lengths(runtime: EmulatorRu
 
 def test_lengths_of_the_host_cannot_be_captured(runtime: EmulatorRuntime) -> None:
     q, k, v, _, _ = Case("float32", 64).inputs()
-    with decoder_for(Case("float32", 64)) as decoder:
+    with treeattn.Decoder(**Case("float32", 64).plan) as decoder:
         decoder(q, k, v, [3])
         with pytest.raises(ArgumentError, match="pass them as an int64 device array"):
             runtime.capture(lambda: decoder(q, k, v, [4]))
@@ -210,7 +203,7 @@ def test_staging_waits_before_it_folds_and_before_it_ends(
     log: list[str] = []
     monkeypatch.setattr(runtime, "copy", lambda into, source: log.append("copy"))
     monkeypatch.setattr(runtime, "synchronize", lambda: log.append("wait"))
-    with decoder_for(Case("float32", 64), scheme=treeattn.Reduction(transport="host")) as decoder:
+    with treeattn.Decoder(**Case("float32", 64).plan, scheme=treeattn.Reduction(transport="host")) as decoder:
         monkeypatch.setattr(decoder._reducer, "_reducer", Logged(log))
         decoder.fold()
         assert log == ["copy", "wait", "fold", "copy"]
@@ -235,7 +228,7 @@ def test_a_captured_step_keeps_what_it_works_on(runtime: EmulatorRuntime) -> Non
     case = Case("float32", 64)
     arrays = [array.copy() for array in case.inputs()[:3]]
     kept = [weakref.ref(array) for array in arrays]
-    decoder = decoder_for(case)
+    decoder = treeattn.Decoder(**case.plan)
     step = decoder.capture(*arrays)
     decoder(*case.inputs()[:3])  # it holds the arrays of its last step only
     arrays.clear()
@@ -272,7 +265,7 @@ def test_bfloat16_of_a_gpu(runtime: EmulatorRuntime) -> None:
 def test_a_captured_step_over_arrays_of_another_library(runtime: EmulatorRuntime) -> None:
     case = Case("float32", 64)
     q, k, v, _, _ = case.inputs()
-    with decoder_for(case, scale=case.scale) as decoder:
+    with treeattn.Decoder(**case.plan, scale=case.scale) as decoder:
         given = [Dlpack(array, kind=2) for array in (q, k, v)]
         step = decoder.capture(*given)
         q += 1

@@ -27,13 +27,6 @@ needs_nccl = pytest.mark.skipif(
 CASE = Case("bfloat16", 128, group=4, batch=2, tokens=300)
 
 
-def decoder_for(case: Case, **options: Any) -> treeattn.Decoder:
-    return treeattn.Decoder(
-        heads=case.heads, kv_heads=case.kv_heads, head_dim=case.head_dim, batch=case.batch,
-        queries=case.queries, dtype=case.dtype, device="cuda", **options,
-    )  # fmt: skip
-
-
 def check(case: Case, results: tuple[Any, Any]) -> None:
     tensor_cores = is_tensor_core_case(case) or not case.tensor_cores
     case.check(*(array.get() for array in results), tensor_cores)
@@ -63,7 +56,7 @@ def test_every_transport_follows_a_growing_cache(scheme: str, transport: str | N
 
     q, k, v, _, _ = device_inputs(CASE)
     lengths = cupy.zeros(2, cupy.int64)
-    with decoder_for(CASE, scheme=treeattn.Reduction(scheme, transport)) as decoder:
+    with treeattn.Decoder(**CASE.plan, scheme=treeattn.Reduction(scheme, transport)) as decoder:
         for length in (300, 0, 17, 300):
             lengths[:] = length
             grown = Case("bfloat16", 128, group=4, batch=2, tokens=300, lengths=(length, length))
@@ -73,7 +66,7 @@ def test_every_transport_follows_a_growing_cache(scheme: str, transport: str | N
 
 def test_lengths_of_the_host_may_change_at_once() -> None:
     q, k, v, _, _ = device_inputs(CASE)
-    with decoder_for(CASE) as decoder:
+    with treeattn.Decoder(**CASE.plan) as decoder:
         for _ in range(20):
             lengths = np.array([300, 300])
             results = decoder(q, k, v, lengths=lengths)
@@ -94,7 +87,7 @@ def test_a_captured_step_follows_growing_lengths(scheme: str, transport: str | N
 
     q, k, v, _, _ = device_inputs(CASE)
     lengths = cupy.zeros(2, cupy.int64)
-    with decoder_for(CASE, scheme=treeattn.Reduction(scheme, transport)) as decoder:
+    with treeattn.Decoder(**CASE.plan, scheme=treeattn.Reduction(scheme, transport)) as decoder:
         step = decoder.capture(q, k, v, lengths)
         for length in (300, 0, 17):
             lengths[:] = length
@@ -106,7 +99,7 @@ def test_a_step_can_be_part_of_a_graph_of_the_callers() -> None:
     import cupy
 
     q, k, v, _, _ = device_inputs(CASE)
-    with decoder_for(CASE) as decoder, cupy.cuda.Stream(non_blocking=True) as stream:
+    with treeattn.Decoder(**CASE.plan) as decoder, cupy.cuda.Stream(non_blocking=True) as stream:
         decoder(q, k, v)  # compiles and allocates outside the capture
         stream.begin_capture()
         results = decoder(q, k, v)

@@ -19,9 +19,11 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from tests.support.models import write_model
 from tests.support.nccl import NcclOverMpi
 from treeattn import communicators
 from treeattn.collectives.runtime import nccl
+from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 WORLD = MPI.COMM_WORLD
 DEADLINE = float(os.environ.get("TREEATTN_TEST_DEADLINE", "120"))  # seconds that ranks may be apart
@@ -34,6 +36,29 @@ def comm():
     duplicate = communicators.world().dup()
     yield duplicate
     duplicate.free()
+
+
+@pytest.fixture
+def written(comm, tmp_path):
+    """Called with the name of a model and changes of it: its directory, written by rank 0."""
+    path = comm.bcast(tmp_path)
+
+    def write(name, *dtype, **changes):
+        if comm.rank == 0:
+            write_model(path / name, name, *dtype, **changes)
+        comm.Barrier()
+        return path / name
+
+    return write
+
+
+@pytest.fixture
+def duplicates(monkeypatch):
+    """Every duplicate of a communicator that is made meanwhile. MPI has few (MPICH 2048), and one that
+    nobody frees is gone for good."""
+    made, dup = [], MpiCommunicator.dup
+    monkeypatch.setattr(MpiCommunicator, "dup", lambda self: made.append(dup(self)) or made[-1])
+    return made
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ pytestmark = [
     pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem())),
 ]
 
+CUDA_MPI = {"transport": "cuda-mpi"}
 CASE = Case("float32", 64, group=2, batch=2, queries=2, tokens=33)
 SCHEDULES = collectives.names("schedule")
 REPLICATED = [name for name in SCHEDULES if collectives.build(name, 4).result == "replicated"]
@@ -43,19 +44,23 @@ def shard(comm, case=CASE):
     return q, np.ascontiguousarray(k[:, run]), np.ascontiguousarray(v[:, run])
 
 
-def options(case=CASE):
-    """Of a `Decoder`."""
-    return {
-        "heads": case.heads, "kv_heads": case.kv_heads, "head_dim": case.head_dim, "batch": case.batch,
-        "queries": case.queries, "dtype": case.dtype, "device": "cuda",
-    }  # fmt: skip
+def by_way_of_the_host(comm, arrays, case=CASE, **planned):
+    """(out, lse) as the host's transport gives them, and what it sends."""
+    how = treeattn.Reduction(**planned, transport="host")
+    with treeattn.Decoder(comm, **case.plan, scheme=how) as staged:
+        return [array.copy() for array in staged(*arrays)], staged.sent
+
+
+def assert_equal(results, wanted):
+    for got, want in zip(results, wanted, strict=True):
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("scheme", [*REPLICATED, "mpi_allreduce"])
 def test_staged_through_the_host(comm, runtime, scheme):
     """Attention and finish on the GPU, the merges on the processor: they have the same bits."""
     q, k, v = shard(comm)
-    with treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(scheme, transport="host")) as decoder:
+    with treeattn.Decoder(comm, **CASE.plan, scheme=treeattn.Reduction(scheme, transport="host")) as decoder:
         for _ in range(2):
             out, lse = decoder(q, k, v)
             CASE.check(out, lse, tensor_cores=False)
@@ -72,7 +77,7 @@ def test_ranks_share_what_is_wrong(comm, runtime, monkeypatch):
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(runtime, "empty", full)
     with pytest.raises(treeattn.BackendError, match="out of GPU memory"):
-        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="host"))
+        treeattn.Decoder(comm, **CASE.plan, scheme=treeattn.Reduction(transport="host"))
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(cupy_runtime, "current", full)
     with pytest.raises(treeattn.BackendError, match="out of GPU memory"):
@@ -112,14 +117,11 @@ def test_a_transport_is_chosen_never_guessed(comm, runtime):
 @pytest.mark.parametrize("scheme", REPLICATED)
 def test_nccl_gives_the_bits_of_the_cpu(comm, runtime, nccl_communicators, scheme):
     """Through a step as it is, a captured reduction and a launched one."""
-    q, k, v = shard(comm)
-    with treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(scheme, transport="host")) as staged:
-        wanted = [array.copy() for array in staged(q, k, v)]
-    with treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(scheme, transport="nccl")) as decoder:
+    arrays = shard(comm)
+    wanted, _ = by_way_of_the_host(comm, arrays, scheme=scheme)
+    with treeattn.Decoder(comm, **CASE.plan, scheme=treeattn.Reduction(scheme, transport="nccl")) as decoder:
         for _ in range(3):
-            results = decoder(q, k, v)
-            for got, want in zip(results, wanted, strict=True):
-                np.testing.assert_array_equal(got, want)
+            assert_equal(decoder(*arrays), wanted)
         assert decoder.transport == "nccl"
     assert runtime.graph_launches == (2 if comm.size > 1 else 0)
     assert [communicator.ended for communicator in nccl_communicators] == ["closed"]
@@ -130,7 +132,7 @@ def test_nccl_allreduce_is_exact(comm, runtime, nccl_communicators, scheme):
     """Sums in the library's order; ranks without tokens add nothing."""
     for tokens in (33, 1, 0):
         case = Case("float32", 64, group=2, batch=2, tokens=tokens)
-        with treeattn.Decoder(comm, **options(case), scheme=scheme) as decoder:
+        with treeattn.Decoder(comm, **case.plan, scheme=scheme) as decoder:
             for _ in range(3):
                 case.check(*decoder(*shard(comm, case)), tensor_cores=False)
             assert decoder.transport == "nccl"
@@ -141,7 +143,7 @@ def test_nccl_allreduce_is_exact(comm, runtime, nccl_communicators, scheme):
 def test_nan_and_hostile_scores_through_nccl_allreduce(comm, runtime, nccl_communicators):
     case = Case("float32", 64, tokens=40, scores=1e4)
     q, k, v = shard(comm, case)
-    with treeattn.Decoder(comm, **options(case), scheme="nccl_allreduce") as decoder:
+    with treeattn.Decoder(comm, **case.plan, scheme="nccl_allreduce") as decoder:
         case.check(*decoder(q, k, v), tensor_cores=False)
         if comm.rank == comm.size - 1:
             k[0, 0, 1, 3] = np.nan
@@ -156,9 +158,7 @@ def test_a_captured_step_is_one_launch(comm, runtime, nccl_communicators, scheme
     case = Case("float32", 64, group=2, tokens=33)
     q, k, v = shard(comm, case)
     lengths = np.zeros(1, np.int64)
-    with treeattn.Decoder(
-        comm, **options(case), scheme=treeattn.Reduction(scheme, transport="nccl")
-    ) as decoder:
+    with treeattn.Decoder(comm, **case.plan, scheme=treeattn.Reduction(scheme, transport="nccl")) as decoder:
         step = decoder.capture(q, k, v, lengths)
         launches = runtime.graph_launches
         for fraction in (1, 2):  # a growing cache
@@ -176,12 +176,12 @@ def test_a_captured_step_is_one_launch(comm, runtime, nccl_communicators, scheme
 def test_what_cannot_be_captured_is_refused(comm, runtime):
     q, k, v = shard(comm)
     with (
-        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="host")) as decoder,
+        treeattn.Decoder(comm, **CASE.plan, scheme=treeattn.Reduction(transport="host")) as decoder,
         pytest.raises(treeattn.TransportError, match="'nccl'"),
     ):
         decoder.capture(q, k, v)
     with (
-        treeattn.Decoder(comm, **{**options(), "device": "cpu"}) as decoder,
+        treeattn.Decoder(comm, **{**CASE.plan, "device": "cpu"}) as decoder,
         pytest.raises(treeattn.BackendError, match="device='cuda'"),
     ):
         decoder.capture(q, k, v)
@@ -204,7 +204,7 @@ def test_ranks_on_one_gpu_are_refused_by_all(
     if comm.size == 1:
         return
     with pytest.raises(treeattn.TransportError, match=rf"ranks 0, 1.* share GPU 8f1c0a52 of .*{remedy}"):
-        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="nccl"))
+        treeattn.Decoder(comm, **CASE.plan, scheme=treeattn.Reduction(transport="nccl"))
     assert not nccl_communicators
 
 
@@ -213,7 +213,7 @@ def test_other_versions_of_nccl_are_told_before_they_meet(comm, runtime, nccl_co
         return
     monkeypatch.setattr(nccl, "version", lambda: (2, 30 + comm.rank))
     with pytest.raises(treeattn.ArgumentError, match="the version of NCCL differs between ranks"):
-        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="nccl"))
+        treeattn.Decoder(comm, **CASE.plan, scheme=treeattn.Reduction(transport="nccl"))
     assert not nccl_communicators
 
 
@@ -221,7 +221,7 @@ def test_nccl_that_lacks_on_one_rank_is_refused_by_all(comm, runtime, monkeypatc
     monkeypatch.setattr(nccl, "version", lambda: (2, 30))
     monkeypatch.setattr(nccl, "problem", lambda: "no NCCL" if comm.rank == comm.size - 1 else None)
     with pytest.raises(treeattn.TransportError, match="no NCCL"):
-        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="nccl"))
+        treeattn.Decoder(comm, **CASE.plan, scheme=treeattn.Reduction(transport="nccl"))
 
 
 @pytest.mark.parametrize("transport", ["nccl", "cuda-mpi"])
@@ -243,7 +243,7 @@ def test_no_room_for_messages_on_one_rank_is_told_by_all(
     monkeypatch.setattr(runtime, "empty", full)
     with pytest.raises(treeattn.BackendError, match="rank 0: out of GPU memory"):
         treeattn.Decoder(
-            comm, **options(), scheme=treeattn.Reduction("recursive_doubling", transport=transport)
+            comm, **CASE.plan, scheme=treeattn.Reduction("recursive_doubling", transport=transport)
         )
     assert [communicator.ended for communicator in nccl_communicators] == ["aborted"] * (transport == "nccl")
 
@@ -255,31 +255,26 @@ def test_no_compiled_operator_on_one_rank_is_told_by_all(comm, runtime, monkeypa
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(cpu.MergeOperator, "mpi_function", none)
     with pytest.raises(treeattn.BackendError, match="no C compiler"):
-        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction("mpi_allreduce", transport="host"))
+        treeattn.Decoder(comm, **CASE.plan, scheme=treeattn.Reduction("mpi_allreduce", transport="host"))
 
 
 @pytest.mark.parametrize("scheme", SCHEDULES)
 def test_cuda_aware_mpi(comm, runtime, monkeypatch, scheme):
     """The stream is waited for before every round, and nothing else is done by the host."""
-    q, k, v = shard(comm)
-    output = "replicated" if scheme in REPLICATED else "heads"
-
-    def how(**way):
-        return treeattn.Reduction(scheme, output=output, **way)
-
-    with treeattn.Decoder(comm, **options() | {"device": "cpu"}, scheme=how(executor="mpi")) as on_cpu:
+    arrays = shard(comm)
+    planned = {"scheme": scheme, "output": "replicated" if scheme in REPLICATED else "heads"}
+    over_mpi, how = (treeattn.Reduction(**planned, **way) for way in ({"executor": "mpi"}, CUDA_MPI))
+    with treeattn.Decoder(comm, **CASE.plan | {"device": "cpu"}, scheme=over_mpi) as on_cpu:
         rounds = len(on_cpu._reducer.rounds)
     monkeypatch.setattr(mpi_library, "cuda_aware", lambda: False)
     with pytest.raises(treeattn.TransportError, match="'nccl' or 'host'"):
-        treeattn.Decoder(comm, **options(), scheme=how(transport="cuda-mpi"))
+        treeattn.Decoder(comm, **CASE.plan, scheme=how)
     monkeypatch.setattr(mpi_library, "cuda_aware", lambda: True)
-    with treeattn.Decoder(comm, **options(), scheme=how(transport="host")) as staged:
-        wanted = [array.copy() for array in staged(q, k, v)]
+    wanted, _ = by_way_of_the_host(comm, arrays, **planned)
     waits = []
     monkeypatch.setattr(runtime, "synchronize", lambda: waits.append(1))
-    with treeattn.Decoder(comm, **options(), scheme=how(transport="cuda-mpi")) as decoder:
-        for got, want in zip(decoder(q, k, v), wanted, strict=True):
-            np.testing.assert_array_equal(got, want)
+    with treeattn.Decoder(comm, **CASE.plan, scheme=how) as decoder:
+        assert_equal(decoder(*arrays), wanted)
         assert len(waits) == rounds
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import treeattn
 from tests.support.energies import SCALE, dense, diagonal, random_energy
-from tests.support.ranks import assert_same_bits
+from tests.support.ranks import assert_same_bits, raised_by_all
 from treeattn import Rules, Shard, energy, reference
 from treeattn.shards import parse_layout
 
@@ -131,10 +131,7 @@ def test_a_library_with_operators_of_certain_widths(comm):
         lambda: energy.moments(*arrays, covariance=[0, 1], **options),
         lambda: energy.gradient(*(array.astype(np.float64) for array in (zeta, *arrays)), **options),
     ):
-        message = "no compiled.*take a scheme with a schedule"
-        with pytest.raises(treeattn.BackendError, match=message) as caught:
-            call()
-        assert len(set(comm.allgather(str(caught.value)))) == 1
+        raised_by_all(comm, call, "no compiled.*take a scheme with a schedule", treeattn.BackendError)
 
 
 BAD = {
@@ -152,15 +149,6 @@ BAD = {
 }
 
 
-def raises_alike(comm, call):
-    with pytest.raises(treeattn.TreeattnError) as caught:
-        call()
-    message = str(caught.value)
-    assert "\n" not in message
-    assert comm.allgather(message) == [message] * comm.size
-    return message
-
-
 def test_what_differs_between_ranks_raises_alike_on_every_rank(comm):
     if comm.size == 1:
         pytest.skip("with one rank there is none to differ from")
@@ -171,10 +159,10 @@ def test_what_differs_between_ranks_raises_alike_on_every_rank(comm):
         if comm.rank == comm.size - 1:
             arrays, other = odd(zeta, q, k, v)
             options |= other
-        raises_alike(comm, lambda arrays=arrays, options=options: energy.value(*arrays, **options))
+        raised_by_all(comm, lambda arrays=arrays, options=options: energy.value(*arrays, **options))
     for covariance in ([3, 3], [99], 2.5, [1, 2]):
         chosen = covariance if comm.rank else True
-        raises_alike(comm, lambda chosen=chosen: energy.moments(q, k, v, comm=comm, covariance=chosen))
+        raised_by_all(comm, lambda chosen=chosen: energy.moments(q, k, v, comm=comm, covariance=chosen))
     call = energy.gradient if comm.rank else energy.value
-    message = raises_alike(comm, lambda: call(zeta, q, k, v, comm=comm))
+    message = raised_by_all(comm, lambda: call(zeta, q, k, v, comm=comm))
     assert message.startswith("what is computed differs between ranks: 'value' on")

@@ -16,7 +16,7 @@ import pytest
 from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 
-from tests.support.models import MODELS, PROMPT, write_model
+from tests.support.models import GOLDEN, MODELS, PROMPT, assert_logits, write_model
 from treeattn.attention.shape import DTYPES
 from treeattn.cache import ShardedCache
 from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
@@ -32,7 +32,6 @@ from treeattn.llama.weights import shapes
 pytestmark = pytest.mark.mpi
 
 prefill_module = importlib.import_module("treeattn.decoder.prefill")  # beside it is the function of that name
-GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "llama" / "logits.npz")
 WAYS = [
     ("replicated", "ring", None),
     ("sharded", "gather", "kv_ring"),
@@ -44,20 +43,6 @@ WAYS = [
 #: Every model one way, in turn, and one of them in all ways.
 CASES = [*zip(MODELS, itertools.cycle(WAYS)), *(("biases", way) for way in WAYS)]
 DRAWN = Sampling(temperature=1.5, top_k=50, top_p=0.95, seed=3)
-
-
-@pytest.fixture
-def written(comm, tmp_path):
-    """Called with the name of a model: its directory, written by rank 0."""
-    path = comm.bcast(tmp_path)
-
-    def write(name):
-        if comm.rank == 0:
-            write_model(path / name, name)
-        comm.Barrier()
-        return path / name
-
-    return write
 
 
 @pytest.fixture
@@ -73,10 +58,6 @@ def weights(request):
 
 def load(comm, directory, weights):
     return Llama(directory, comm if weights == "sharded" else None)
-
-
-def assert_logits(got, wanted):
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
 
 
 @pytest.mark.parametrize(("name", "way"), CASES)
@@ -158,14 +139,10 @@ def peak_of_a_prefill(comm, model, tokens):
     "coverage" in sys.modules, reason="coverage takes memory of its own, which is counted here"
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_prefill_holds_what_a_layer_hands_on_and_no_more(comm, tmp_path, weights, monkeypatch, dtype):
+def test_a_prefill_holds_what_a_layer_hands_on_and_no_more(comm, written, weights, monkeypatch, dtype):
     """No second q, k and v, nor anything of the width of an MLP; and what `inspect` says is what it takes."""
     monkeypatch.setattr(model_module, "_BLOCK", 32)
-    path = comm.bcast(tmp_path)
-    if comm.rank == 0:
-        write_model(path, "grouped_llama3", DTYPES[dtype])
-    comm.Barrier()
-    model = load(comm, path, weights)
+    model = load(comm, written("grouped_llama3", DTYPES[dtype]), weights)
     itemsize = DTYPES[dtype].itemsize
     bytes_of_a_token = model.config.ring_bytes(model.config.head_dim, comm.size, itemsize)
     _, small, large = (peak_of_a_prefill(comm, model, tokens * comm.size) for tokens in (64, 256, 512))
@@ -174,15 +151,8 @@ def test_a_prefill_holds_what_a_layer_hands_on_and_no_more(comm, tmp_path, weigh
 
 
 @pytest.mark.parametrize("prefill", ["ring", "gather"])
-def test_a_callers_messages_stay_the_callers(comm, written, monkeypatch, prefill):
+def test_a_callers_messages_stay_the_callers(comm, written, duplicates, prefill):
     """And a session gives all communicators back."""
-    kept, dup = [], MpiCommunicator.dup
-
-    def recorded(self):
-        kept.append(dup(self))
-        return kept[-1]
-
-    monkeypatch.setattr(MpiCommunicator, "dup", recorded)
     mine, theirs = np.full(4, comm.rank, np.float32), np.empty(4, np.float32)
     sent = comm.Isend(mine, (comm.rank + 1) % comm.size)
     model = Llama(written("grouped_llama3"))
@@ -191,8 +161,8 @@ def test_a_callers_messages_stay_the_callers(comm, written, monkeypatch, prefill
     comm.Recv(theirs, (comm.rank - 1) % comm.size)
     sent.Wait()
     assert set(theirs) == {(comm.rank - 1) % comm.size}
-    assert kept
-    assert all(one == MPI.COMM_NULL for one in kept)
+    assert duplicates
+    assert duplicates == [MPI.COMM_NULL] * len(duplicates)
 
 
 class Oracle:

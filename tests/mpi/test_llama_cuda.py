@@ -5,15 +5,12 @@ The emulator takes its time: two models; that the others' numbers matter is show
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import numpy as np
 import pytest
 from mpi4py import MPI
 
 from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import StrictRuntime
-from tests.support.models import PROMPT, write_model
+from tests.support.models import GOLDEN, PROMPT, assert_logits
 from treeattn import Reduction
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.errors import ArgumentError, BackendError, TransportError
@@ -27,7 +24,6 @@ pytestmark = [
     pytest.mark.skipif(MPI.COMM_WORLD.size != 3, reason="models on emulated GPUs run on three ranks"),
 ]
 
-GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "llama" / "logits.npz")
 #: As wide as a kernel that there is: nothing is filled up.
 WIDE = {"head_dim": 64}
 #: By whether weights are sharded: what a session takes unless told, through the memory of the host.
@@ -41,25 +37,6 @@ def runtime(comm, monkeypatch):
     emulator.identity = f"emulated GPU {comm.rank}"
     monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
     return emulator
-
-
-@pytest.fixture
-def written(comm, tmp_path):
-    """Called with a name and changes: the directory of that model, written by rank 0."""
-    path = comm.bcast(tmp_path)
-
-    def write(name, **changes):
-        if comm.rank == 0:
-            write_model(path, name, **changes)
-        comm.Barrier()
-        return path
-
-    return write
-
-
-def assert_logits(got, wanted):
-    assert type(got) is np.ndarray
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
 
 
 @pytest.mark.slow

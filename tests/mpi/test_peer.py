@@ -7,7 +7,15 @@ import os
 import numpy as np
 import pytest
 from gpu_day import node as gpu_node
-from test_cuda import REPLICATED, SCHEDULES, assert_same_bits, options, shard
+from test_cuda import (
+    CASE,
+    REPLICATED,
+    SCHEDULES,
+    assert_equal,
+    assert_same_bits,
+    by_way_of_the_host,
+    shard,
+)
 
 import treeattn
 from tests.emulator.cases import Case
@@ -35,11 +43,8 @@ def runtime(comm, monkeypatch):
     return emulator
 
 
-def results_by_way_of_the_host(comm, arrays, case=None, **planned):
-    """(out, lse) as another transport gives them."""
-    how = treeattn.Reduction(**planned, transport="host")
-    with treeattn.Decoder(comm, **options(*[case] * bool(case)), scheme=how) as decoder:
-        return [array.copy() for array in decoder(*arrays)]
+def over_peers(comm, case=CASE, **planned):
+    return treeattn.Decoder(comm, **case.plan, scheme=treeattn.Reduction(**planned, transport="peer"))
 
 
 @pytest.mark.parametrize("scheme", SCHEDULES)
@@ -47,14 +52,12 @@ def test_it_gives_the_bits_of_the_host(comm, runtime, scheme):
     """Step after step, without allocating; one launch after attention, unless the result is a slice."""
     arrays = shard(comm)
     planned = {"scheme": scheme, "output": "replicated" if scheme in REPLICATED else "heads"}
-    wanted = results_by_way_of_the_host(comm, arrays, **planned)
-    how = treeattn.Reduction(**planned, transport="peer")
-    with treeattn.Decoder(comm, **options(), scheme=how) as decoder:
+    wanted, _ = by_way_of_the_host(comm, arrays, **planned)
+    with over_peers(comm, **planned) as decoder:
         decoder(*arrays)
         launches, allocations = runtime.launches, runtime.allocations
         for _ in range(5):
-            for got, want in zip(decoder(*arrays), wanted, strict=True):
-                np.testing.assert_array_equal(got, want)
+            assert_equal(decoder(*arrays), wanted)
         assert runtime.allocations == allocations
         alone, heads = comm.size == 1, decoder.heads.stop - decoder.heads.start
         finishes = bool(heads) and (alone or scheme not in REPLICATED)  # there may be fewer heads than ranks
@@ -67,16 +70,15 @@ def test_it_gives_the_bits_of_the_host(comm, runtime, scheme):
 def test_the_parts_of_a_step_are_launches_of_their_own(comm, runtime):
     """And may take turns with whole steps."""
     arrays = shard(comm)
-    wanted = results_by_way_of_the_host(comm, arrays)
-    with treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="peer")) as decoder:
+    wanted, _ = by_way_of_the_host(comm, arrays)
+    with over_peers(comm) as decoder:
         for _ in range(3):
             np.testing.assert_array_equal(decoder(*arrays)[0], wanted[0])
             decoder.out[...] = 0
             decoder.local(*arrays)
             decoder.reduce()
             assert not decoder.out.any()
-            for got, want in zip(decoder.finish(), wanted, strict=True):
-                np.testing.assert_array_equal(got, want)
+            assert_equal(decoder.finish(), wanted)
             decoder.begin(*arrays)
             np.testing.assert_array_equal(decoder.finish()[0], wanted[0])
 
@@ -87,16 +89,9 @@ def test_one_shot_and_two_shot(comm, runtime, batch):
     case = Case("float16", 64, kv_heads=8, batch=batch, tokens=33)
     arrays = shard(comm, case)
     for scheme in ("all_gather_merge", "reduce_scatter_gather"):
-        wanted = results_by_way_of_the_host(comm, arrays, case, scheme=scheme)
-        with (
-            treeattn.Decoder(
-                comm, **options(case), scheme=treeattn.Reduction(scheme, transport="host")
-            ) as staged,
-            treeattn.Decoder(
-                comm, **options(case), scheme=treeattn.Reduction(scheme, transport="peer")
-            ) as decoder,
-        ):
-            assert decoder.sent == staged.sent
+        wanted, sent = by_way_of_the_host(comm, arrays, case, scheme=scheme)
+        with over_peers(comm, case, scheme=scheme) as decoder:
+            assert decoder.sent == sent
             out, lse = decoder(*arrays)
             np.testing.assert_array_equal(out, wanted[0])
             assert_same_bits(comm, out, lse)
@@ -106,8 +101,8 @@ def test_a_schedule_of_ones_own(comm, runtime):
     """Two kinds of fold in a round, and records that are copied while their old value leaves."""
     own = collectives.build("k_nomial_tree:radix=3", comm.size)
     arrays = shard(comm)
-    wanted = results_by_way_of_the_host(comm, arrays, scheme=own)
-    with treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(own, transport="peer")) as decoder:
+    wanted, _ = by_way_of_the_host(comm, arrays, scheme=own)
+    with over_peers(comm, scheme=own) as decoder:
         np.testing.assert_array_equal(decoder(*arrays)[0], wanted[0])
 
 
@@ -116,9 +111,7 @@ def test_a_captured_step_is_one_launch(comm, runtime, scheme):
     case = Case("float32", 64, group=2, tokens=33)
     q, k, v = shard(comm, case)
     lengths = np.zeros(1, np.int64)
-    with treeattn.Decoder(
-        comm, **options(case), scheme=treeattn.Reduction(scheme, transport="peer")
-    ) as decoder:
+    with over_peers(comm, case, scheme=scheme) as decoder:
         step = decoder.capture(q, k, v, lengths)
         launches = runtime.graph_launches
         for fraction in (1, 2, 2, 2):
@@ -133,18 +126,15 @@ def test_ranks_of_a_node_may_share_a_gpu(comm, runtime):
     """Slow, as they share its time, but right: it needs no GPU for each."""
     runtime.identity = "0000:3b:00.0"
     arrays = shard(comm)
-    wanted = results_by_way_of_the_host(comm, arrays)
+    wanted, _ = by_way_of_the_host(comm, arrays)
     out, _ = treeattn.decode(*arrays, comm=comm, device="cuda", scheme=treeattn.Reduction(transport="peer"))
     np.testing.assert_array_equal(out, wanted[0])
 
 
 def test_two_decoders_at_a_time(comm, runtime):
     arrays = shard(comm)
-    wanted = results_by_way_of_the_host(comm, arrays)
-    with (
-        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="peer")) as one,
-        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction("ring", transport="peer")) as other,
-    ):
+    wanted, _ = by_way_of_the_host(comm, arrays)
+    with over_peers(comm) as one, over_peers(comm, scheme="ring") as other:
         for _ in range(3):
             np.testing.assert_array_equal(one(*arrays)[0], wanted[0])
             other(*arrays)
@@ -166,19 +156,15 @@ def test_two_nodes_give_the_bits_of_the_host(comm, runtime, nccl_communicators, 
     runtime.identity = f"emulated GPU {comm.rank}"
     arrays = shard(comm)
     planned = {"scheme": scheme, "output": "replicated" if scheme in REPLICATED else "heads"}
-    how = treeattn.Reduction(**planned, transport="host")
-    with treeattn.Decoder(comm, **options(), scheme=how) as staged:
-        wanted, sent = [array.copy() for array in staged(*arrays)], staged.sent
-    how = treeattn.Reduction(**planned, transport="peer")
-    with treeattn.Decoder(comm, **options(), scheme=how) as decoder:
+    wanted, sent = by_way_of_the_host(comm, arrays, **planned)
+    with over_peers(comm, **planned) as decoder:
         assert decoder.executor == "peer_nccl"
         assert decoder.sent == sent
         assert decoder.certificate == collectives.check(decoder.schedule)
         decoder(*arrays)
         allocations, graphs = runtime.allocations, runtime.graph_launches
         for _ in range(5):
-            for got, want in zip(decoder(*arrays), wanted, strict=True):
-                np.testing.assert_array_equal(got, want)
+            assert_equal(decoder(*arrays), wanted)
         assert (runtime.allocations, runtime.graph_launches) == (allocations, graphs + 5)
     assert not runtime._maps
     assert [communicator.ended for communicator in nccl_communicators] == ["closed"]
@@ -190,8 +176,8 @@ def test_a_captured_step_over_two_nodes_is_one_launch(comm, runtime, nccl_commun
     on_two_nodes(comm, monkeypatch)
     runtime.identity = f"emulated GPU {comm.rank}"
     arrays = shard(comm)
-    wanted = results_by_way_of_the_host(comm, arrays)
-    with treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="peer")) as decoder:
+    wanted, _ = by_way_of_the_host(comm, arrays)
+    with over_peers(comm) as decoder:
         step = decoder.capture(*arrays)
         launches = runtime.graph_launches
         for number in range(1, 5):
@@ -209,7 +195,7 @@ def test_several_nodes_want_nccl(comm, runtime, monkeypatch):
     monkeypatch.setattr(nccl, "version", lambda: (2, 30))
     said = f"transport='peer' sends between nodes by NCCL: rank {comm.size - 1}: no NCCL: install"
     for problem in (
-        lambda: treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="peer")),
+        lambda: over_peers(comm),
         None,
     ):
         with pytest.raises(treeattn.TransportError) as caught:
@@ -227,8 +213,7 @@ def test_a_rank_that_does_not_come_on_one_of_two_nodes(comm, runtime, nccl_commu
         monkeypatch.setattr(watchdog, "register", lambda thing: None)
         on_two_nodes(four, monkeypatch)
         runtime.identity = f"emulated GPU {comm.rank}"
-        how = treeattn.Reduction("hierarchical", transport="peer")
-        arrays, decoder = shard(four), treeattn.Decoder(four, **options(), scheme=how)
+        arrays, decoder = shard(four), over_peers(four, scheme="hierarchical")
         if four.rank != 3:
             assert np.isnan(decoder(*arrays)[0]).all()
         if four.rank == 2:  # the only one that waits for rank 3 in shared memory
@@ -249,42 +234,28 @@ def withdraw(runtime):
             os.unlink(file)
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("what", ["expose", "open_exposed"])
-def test_gpus_of_one_of_two_nodes_cannot_share_memory(comm, runtime, nccl_communicators, monkeypatch, what):
-    if comm.size < 4:  # nobody opens anything on a node of one
-        return
-
-    def refused(*_):
-        raise treeattn.TransportError("cudaErrorNotSupported; take transport='nccl' or 'host'")
-
-    on_two_nodes(comm, monkeypatch)
-    runtime.identity = f"emulated GPU {comm.rank}"
-    if comm.rank == comm.size - 1:
-        monkeypatch.setattr(runtime, what, refused)
-    with pytest.raises(
-        treeattn.TransportError, match=f"rank {comm.size - 1}: .*cudaErrorNotSupported.*'host'"
-    ):
-        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="peer"))
-    assert not runtime._maps
-    assert [communicator.ended for communicator in nccl_communicators] == ["closed"]
-
-
-@pytest.mark.parametrize("what", ["expose", "open_exposed"])
-def test_a_rank_that_cannot_share_memory_is_told_by_all(comm, runtime, monkeypatch, what):
+def test_a_rank_that_cannot_share_memory_is_told_by_all(
+    comm, runtime, nccl_communicators, monkeypatch, what, nodes
+):
     """And nobody keeps what was exposed already."""
-    if comm.size == 1:
+    if comm.size < 2 * nodes:  # nobody opens anything on a node of one
         return
 
     def refused(*_):
         raise treeattn.TransportError("cudaErrorNotSupported; take transport='nccl' or 'host'")
 
+    if nodes == 2:
+        on_two_nodes(comm, monkeypatch)
+        runtime.identity = f"emulated GPU {comm.rank}"
     if comm.rank == comm.size - 1:
         monkeypatch.setattr(runtime, what, refused)
-    with pytest.raises(
-        treeattn.TransportError, match=f"rank {comm.size - 1}: .*cudaErrorNotSupported.*'host'"
-    ):
-        treeattn.Decoder(comm, **options(), scheme=treeattn.Reduction(transport="peer"))
+    said = f"rank {comm.size - 1}: .*cudaErrorNotSupported.*'host'"
+    with pytest.raises(treeattn.TransportError, match=said):
+        over_peers(comm)
     assert not runtime._maps
+    assert [communicator.ended for communicator in nccl_communicators] == ["closed"] * (nodes == 2)
 
 
 def test_a_rank_that_does_not_come_is_named(comm, runtime, monkeypatch):
@@ -292,8 +263,7 @@ def test_a_rank_that_does_not_come_is_named(comm, runtime, monkeypatch):
     pair = comm.Split(comm.rank // 2, comm.rank)  # of more ranks another one might be late
     if pair.size == 2:
         monkeypatch.setenv("TREEATTN_TIMEOUT", "1")
-        how = treeattn.Reduction("all_gather_merge", transport="peer")
-        arrays, decoder = shard(pair), treeattn.Decoder(pair, **options(), scheme=how)
+        arrays, decoder = shard(pair), over_peers(pair, scheme="all_gather_merge")
         if pair.rank == 0:
             out, _ = decoder(*arrays)
             assert np.isnan(out).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -34,10 +35,21 @@ def shared(comm):
     return any(len(node) > 1 for node in communicators.node_groups(comm))
 
 
-def reducer(comm, records):
-    schedule = collectives.build("recursive_doubling", comm.size)
+def reduction(comm, records):
+    """(what is reduced, by which schedule)"""
     buffer = np.full((records, 18), comm.rank, np.float32)
-    return compiled.plan(ReductionSpec(comm, MergeOperator(16), buffer), schedule)
+    schedule = collectives.build("recursive_doubling", comm.size)
+    return ReductionSpec(comm, MergeOperator(16), buffer), schedule
+
+
+def reducer(comm, records):
+    return compiled.plan(*reduction(comm, records))
+
+
+def over_memory(comm, records=4):
+    """Slots between all ranks."""
+    nodes = communicators.node_groups(comm)
+    return slots.plan(*reduction(comm, records), nodes=nodes, oversubscribed=comm.size > 2)
 
 
 def test_an_error_of_mpi_names_round_and_rank(comm):
@@ -60,14 +72,6 @@ def interrupted(step):
     signal.signal(signal.SIGINT, before)
     with pytest.raises(treeattn.StateError, match=r"failed|without start"):
         step()
-
-
-def test_ctrl_c_ends_a_wait_for_messages(comm):
-    stuck = reducer(comm, 4)
-    if comm.rank == 0 and comm.size > 1:
-        interrupted(stuck)
-    comm.Barrier()
-    stuck.__exit__(KeyboardInterrupt)
 
 
 def test_ctrl_c_calls_a_thread_back(comm):
@@ -93,10 +97,9 @@ def test_all_ranks_take_the_fastest_that_all_can_have(comm, monkeypatch):
     with treeattn.Decoder(comm, **HEADS) as decoder:
         assert decoder.executor == ("slots" if shared(comm) else "program")
         assert decoder.fallback is None
-    with treeattn.Decoder(comm, **HEADS, scheme=treeattn.Reduction(executor="program")) as decoder:
-        assert decoder.executor == "program"
-    with treeattn.Decoder(comm, **HEADS, scheme=treeattn.Reduction(executor="mpi")) as decoder:
-        assert decoder.executor == "mpi"
+    for name in ("program", "mpi"):
+        with treeattn.Decoder(comm, **HEADS, scheme=treeattn.Reduction(executor=name)) as decoder:
+            assert decoder.executor == name
     with treeattn.Decoder(comm, **HEADS, dtype="float64") as decoder:
         assert decoder.executor == "mpi"
         assert "only float32 has one" in decoder.fallback
@@ -110,14 +113,16 @@ def test_all_ranks_take_the_fastest_that_all_can_have(comm, monkeypatch):
         treeattn.Decoder(comm, **HEADS, scheme=treeattn.Reduction(executor="program"))
 
 
+def warned(comm, match):
+    """On rank 0."""
+    return contextlib.nullcontext() if comm.rank else pytest.warns(RuntimeWarning, match=match)
+
+
 def test_an_unknown_binary_interface_is_said_in_one_line(comm, monkeypatch):
     monkeypatch.setattr(
         mpi_messages, "problem", lambda: "the binary interface of this MPI library is unknown"
     )
-    if comm.rank == 0:
-        with pytest.warns(RuntimeWarning, match="Python runs every round, since rank 0: .* is unknown"):
-            decoder = treeattn.Decoder(comm, **HEADS)
-    else:
+    with warned(comm, "Python runs every round, since rank 0: .* is unknown"):
         decoder = treeattn.Decoder(comm, **HEADS)
     assert decoder.executor == "mpi"
     decoder.close()
@@ -151,13 +156,10 @@ def test_merge_and_decode_take_it_too(comm):
     draw = np.random.default_rng(comm.rank)
     q, k, v = (draw.random((1, n, 4, 16), np.float32) for n in (1, 5, 5))
     q = comm.bcast(q)
-    results = [
-        treeattn.decode(q, k, v, comm=comm, scheme=treeattn.Reduction(executor=name)) for name in EXECUTORS
-    ]
     parts = draw.random((3, 8), np.float32), draw.random(3, np.float32)
-    merged = [
-        treeattn.merge(*parts, comm=comm, scheme=treeattn.Reduction(executor=name)) for name in EXECUTORS
-    ]
+    ways = [treeattn.Reduction(executor=name) for name in EXECUTORS]
+    results = [treeattn.decode(q, k, v, comm=comm, scheme=how) for how in ways]
+    merged = [treeattn.merge(*parts, comm=comm, scheme=how) for how in ways]
     for by_mpi, *others in (results, merged):
         for other in others:
             np.testing.assert_array_equal(by_mpi[0], other[0])
@@ -176,17 +178,9 @@ def test_start_does_not_wait(comm):
             step.wait()
 
 
-def over_memory(comm, records=4):
-    """Slots between all ranks."""
-    schedule = collectives.build("recursive_doubling", comm.size)
-    buffer = np.full((records, 18), comm.rank, np.float32)
-    reduction = ReductionSpec(comm, MergeOperator(16), buffer)
-    nodes = communicators.node_groups(comm)
-    return slots.plan(reduction, schedule, nodes=nodes, oversubscribed=comm.size > 2)
-
-
-def test_ctrl_c_ends_a_wait_for_a_flag(comm):
-    stuck = over_memory(comm)
+@pytest.mark.parametrize("waits_for", ["messages", "a flag"])
+def test_ctrl_c_ends_a_wait(comm, waits_for):
+    stuck = reducer(comm, 4) if waits_for == "messages" else over_memory(comm)
     if comm.rank == 0 and comm.size > 1:
         interrupted(stuck)
     comm.Barrier()
@@ -251,12 +245,9 @@ def test_no_shared_memory_is_said_in_one_line(comm, monkeypatch, fails):
     last = comm.size - 1
     if comm.rank == last:
         break_sharing(monkeypatch, fails)
-    if comm.rank == 0:
-        with pytest.warns(RuntimeWarning, match="ranks of a node send each other messages: .* rank ") as said:
-            decoder = treeattn.Decoder(comm, **HEADS)
-        assert len(said) == 1
-    else:
+    with warned(comm, "ranks of a node send each other messages: .* rank ") as said:
         decoder = treeattn.Decoder(comm, **HEADS)
+    assert said is None or len(said) == 1
     assert decoder.executor == "program"
     assert decoder.fallback.startswith("rank ")
     decoder.close()

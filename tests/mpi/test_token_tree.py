@@ -8,12 +8,10 @@ import pytest
 import treeattn
 from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
-from tests.support.ranks import assert_same_bits
+from tests.support.ranks import assert_same_bits, raised_by_all
 from tests.support.token_trees import DTYPES, Case
 from treeattn import reference
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.baselines import BASELINES
-from treeattn.errors import RestrictionError
 from treeattn.token_tree import (
     TokenTree,
     Verifier,
@@ -202,54 +200,44 @@ def test_speculating_with_a_cache_is_decoding_token_by_token(comm, layout, owner
             assert says(out)[0, 0] == said[row][length]
 
 
-def raised(comm, call):
-    """The one message that all ranks raised."""
-    with pytest.raises(treeattn.TreeattnError) as error:
-        call()
-    messages = comm.allgather((type(error.value).__name__, str(error.value)))
-    assert messages == [messages[0]] * comm.size
-    assert "\n" not in messages[0][1]
-    return messages[0][1]
+def verified(comm, **changes):
+    case = Case.draw(2, comm.size)
+    k, v, lengths = case.shard(comm.rank)
+    given = {"q": case.q, "k": k, "v": v, "draft_k": case.draft_k, "draft_v": case.draft_v, "tree": case.tree}
+    return verify(**given | {"comm": comm, "lengths": lengths} | changes)
 
 
 def test_what_ranks_disagree_about(comm):
     if comm.size == 1:
         pytest.skip("one rank agrees with itself")
-    case, odd = Case.draw(2, comm.size), comm.rank == comm.size - 1
-    k, v, lengths = case.shard(comm.rank)
-    given = {"q": case.q, "k": k, "v": v, "draft_k": case.draft_k, "draft_v": case.draft_v, "tree": case.tree}
-    given |= {"comm": comm, "lengths": lengths}
+    case = Case.draw(2, comm.size)
     moved = TokenTree.from_parents(case.tree.tokens + 1, case.tree.parents, case.tree.lengths)
-    for name, other in (("q", case.q + 1), ("draft_k", case.draft_k + 1), ("draft_v", case.draft_v * 2)):
-        said = raised(comm, lambda name=name, other=other: verify(**given | ({name: other} if odd else {})))
-        assert f"{name} differs between ranks" in said
-    assert "the tree differs" in raised(comm, lambda: verify(**given | ({"tree": moved} if odd else {})))
-    said = raised(comm, lambda: verify(**given, owner="round_robin" if odd else "single"))
-    assert "owner differs between ranks" in said
-    said = raised(comm, lambda: verify(**given | ({"draft_v": case.draft_v[:, 1:]} if odd else {})))
-    assert f"rank {comm.size - 1}: draft_v has shape" in said
+    for words, change in {
+        "q differs between ranks": {"q": case.q + 1},
+        "draft_k differs between ranks": {"draft_k": case.draft_k + 1},
+        "draft_v differs between ranks": {"draft_v": case.draft_v * 2},
+        "the tree differs": {"tree": moved},
+        "owner differs between ranks": {"owner": "round_robin"},
+        f"rank {comm.size - 1}: draft_v has shape": {"draft_v": case.draft_v[:, 1:]},
+    }.items():
+        mine = change if comm.rank == comm.size - 1 else {}
+        raised_by_all(comm, lambda mine=mine: verified(comm, **mine), words)
 
 
 def test_what_cannot_be_verified(comm):
     case = Case.draw(2, comm.size)
-    k, v, lengths = case.shard(comm.rank)
-    given = {"q": case.q, "k": k, "v": v, "draft_k": case.draft_k, "draft_v": case.draft_v, "tree": case.tree}
-    given |= {"comm": comm, "lengths": lengths}
-    wrong = {
+    for words, change in {
         "the tree has": {"tree": TokenTree.chain([[1]])},
         "is needed": {"tree": case.tree.mask},
         "draft_k has shape": {"draft_k": case.draft_k[..., :4]},
         "owner 'nobody' is unknown": {"owner": "nobody"},
         f"ranks from 0 to {comm.size - 1}": {"owner": np.full(case.tree.tokens.shape, comm.size)},
-        "must lie between 0 and": {"lengths": lengths + 1000},
+        "must lie between 0 and": {"lengths": case.shard(comm.rank)[2] + 1000},
         "not supported": {"q": case.q.astype(int)},
-    }
-    for words, change in wrong.items():
-        assert words in raised(comm, lambda change=change: verify(**given | change))
-    for name, row in BASELINES.items():
-        if row.fused:
-            with pytest.raises(RestrictionError, match="attends while it communicates"):
-                verify(**given, scheme=name)
+        "kv_ring attends while it communicates": {"scheme": "kv_ring"},
+        "query_ring attends while it communicates": {"scheme": "query_ring"},
+    }.items():
+        raised_by_all(comm, lambda change=change: verified(comm, **change), words)
 
 
 def test_rank_0_decides_for_all(comm):
@@ -275,9 +263,12 @@ def test_whatever_fails_on_rank_0_no_rank_is_left_waiting(comm):
         np.full((*TREE.tokens.shape, 4), 0.25),
         np.zeros(TREE.tokens.shape if comm.rank else (2, 3), int),
     )
-    assert "integers [2, 5] are needed" in raised(comm, lambda: accept_greedy(TREE, targets, comm=comm))
-    assert "AttributeError" in raised(comm, lambda: accept_sample(TREE, p, None, comm=comm))
-    assert "inhomogeneous" in raised(comm, lambda: accept_greedy(TREE, [[1], [2, 3]], comm=comm))
+    for words, call in {
+        r"integers \[2, 5\] are needed": lambda: accept_greedy(TREE, targets, comm=comm),
+        "AttributeError": lambda: accept_sample(TREE, p, None, comm=comm),
+        "inhomogeneous": lambda: accept_greedy(TREE, [[1], [2, 3]], comm=comm),
+    }.items():
+        raised_by_all(comm, call, words)
 
 
 def test_one_verifier_serves_tree_after_tree(comm):

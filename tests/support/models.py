@@ -65,6 +65,15 @@ MODELS: dict[str, dict[str, Any]] = {
 PROMPT = np.random.default_rng(7).integers(0, 253, 301)
 
 
+#: What Hugging Face says of them.
+GOLDEN = np.load(Path(__file__).parents[1] / "golden" / "llama" / "logits.npz")
+
+
+def assert_logits(got: Any, wanted: Any) -> None:
+    assert type(got) is np.ndarray
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-4 * np.abs(wanted).max())
+
+
 def write_model(directory: Path, name: str, dtype: Any = np.float32, **changes: Any) -> Path:
     """A model directory of two files of weights of this type and an index."""
     directory.mkdir(parents=True, exist_ok=True)
