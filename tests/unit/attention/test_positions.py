@@ -43,6 +43,7 @@ def test_runs_are_the_positions(positions):
         (slice(3, 9, 2), [3, 5, 7]),
         ([slice(2), slice(4, 6)], [0, 1, 4, 5]),
         (slice(5, 3), []),
+        ([(MAX_POSITION - 1, 1, 1)], [MAX_POSITION - 1]),
         ([], []),
     ],
 )
@@ -55,16 +56,25 @@ def test_ways_to_say_positions(given, positions):
     assert runs != positions
 
 
-@pytest.mark.parametrize("given", [slice(3, None), slice(-1, 4), slice(0, 4, -1), [slice(4), slice(2, None)]])
-def test_a_slice_needs_an_end(given):
-    with pytest.raises(ArgumentError, match="a slice needs an end, and a step above 0"):
+SLICE, ASCEND = "a slice needs an end, and a step above 0", "must ascend"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        *((given, SLICE) for given in (slice(3, None), slice(-1, 4), slice(0, 4, -1), slice(0, None))),
+        ([slice(4), slice(2, None)], SLICE),
+        *((np.array(given), ASCEND) for given in ([3, 3], [3, 2], [-1, 0])),
+        (np.array([[1, 2]]), "positions are int64 of shape"),
+        (np.array([0.5, 1]), "positions are float64 of shape"),
+        ([(0.5, 1, 3)], "a run is three whole numbers"),
+        *((given, ASCEND) for given in ([(4, 0, 3)], [(4, 1, 3), (6, 1, 1)], [(MAX_POSITION, 1, 1)])),
+    ],
+    ids=str,
+)
+def test_what_are_no_positions(given, message):
+    with pytest.raises(ArgumentError, match=message):
         as_runs(given)
-
-
-def test_the_largest_position():
-    assert len(Runs([(MAX_POSITION - 1, 1, 1)])) == 1
-    with pytest.raises(ArgumentError, match="must ascend"):
-        Runs([(MAX_POSITION, 1, 1)])
 
 
 def test_blocks_with_gaps_are_a_run_each():
@@ -138,22 +148,6 @@ def test_runs_of_all_small_steps_meet_where_they_do():
 
 
 @pytest.mark.parametrize(
-    "positions",
-    [
-        *([3, 3], [3, 2], [-1, 0], [[1, 2]], [0.5, 1], [(4, 0, 3)], [(0.5, 1, 3)]),
-        *([(4, 1, 3), (6, 1, 1)], slice(0, None)),
-    ],
-)
-def test_what_does_not_ascend_is_refused(positions):
-    with pytest.raises(ArgumentError):
-        as_runs(
-            positions
-            if not isinstance(positions, list) or isinstance(positions[0], tuple)
-            else np.array(positions)
-        )
-
-
-@pytest.mark.parametrize(
     ("rules", "message"),
     [
         ({"window": (-1, 0)}, "a side of the window must be a whole number from 0 on, not -1"),
@@ -181,11 +175,6 @@ def test_queries_of_which_nobody_asks_where_they_stand():
     assert tables.q_positions.tolist() == [[0, 0]]
     with pytest.raises(ArgumentError, match="rules must be a treeattn.Rules"):
         Rules.of({"causal": True}, 2)
-
-
-def test_more_drafts_than_tokens_are_refused():
-    with pytest.raises(ArgumentError, match="3 draft tokens cannot be the last of a shard of 2"):
-        MaskTables(Rules(), 1, 1).update(None, 2, mask=np.ones((1, 1, 3), bool))
 
 
 def test_rules_are_kept_in_one_form():
@@ -221,22 +210,6 @@ def test_drafts_are_the_last_valid_tokens():
     assert tables.intervals[:, 0, 3].tolist() == [6, 9]
     with pytest.raises(ArgumentError, match="must lie between 3"):
         tables.update(Runs([(0, 1, 10)]), 12, [2, 12], [[8], [9]], mask=np.ones((2, 1, 3), bool))
-
-
-@pytest.mark.parametrize(
-    ("mask", "draft_positions"),
-    [
-        (np.zeros((2, 1, 3), np.int64), None),
-        (np.zeros((1, 1, 3), bool), None),
-        (np.zeros((2, 1, 3), bool), np.arange(4)),
-        (np.full((2, 1, 1), 8, np.uint32), np.arange(3)),
-        (np.zeros((2, 1, 2), np.uint32), np.arange(3)),
-    ],
-)
-def test_masks_that_do_not_fit_are_refused(mask, draft_positions):
-    tables = MaskTables(Rules(), 2, 1)
-    with pytest.raises(ArgumentError, match="the mask"):
-        tables.update(None, 12, None, None, mask=mask, draft_positions=draft_positions)
 
 
 DRAWN_LENGTHS = st.lists(st.integers(0, 12), min_size=2, max_size=2)
@@ -278,12 +251,6 @@ def test_tables_are_the_definition(queries, lengths, drafts, begins, data):
     assert all((tables.sees_draft(b, i) == mask[b, i]).all() for b in range(2) for i in range(queries))
 
 
-@pytest.mark.parametrize("shape", [(2,), (2, 2), (1, 2), ()])
-def test_one_query_of_each_sequence_stands_at_one_position(shape):
-    with pytest.raises(ArgumentError, match="q_positions have shape"):
-        MaskTables(Rules(causal=True), 2, 1).update(as_runs(range(9)), 9, None, np.zeros(shape, int))
-
-
 def test_words_of_more_drafts_than_a_word_has():
     mask = np.ones((1, 1, 40), bool)
     tables = MaskTables(Rules(), 1, 1)
@@ -308,7 +275,10 @@ def test_words_of_more_drafts_than_a_word_has():
         ({"lengths": [3, 13]}, "must lie between 0"),
         ({"lengths": [-1, 3]}, "must lie between 0"),
         ({"q_positions": np.zeros(3, int)}, "q_positions have shape \\[3\\]"),
-        ({"q_positions": np.zeros((1, 1), int)}, "q_positions have shape"),
+        *(
+            ({"q_positions": np.zeros(n, int)}, "q_positions have shape")
+            for n in ((1, 1), (2, 3), (3, 1), ())
+        ),
         ({"q_positions": np.full(1, 2**60)}, "q_positions"),
         ({"q_positions": np.full(1, -1)}, "q_positions"),
         ({"q_positions": None}, "causal, leading ask where queries stand"),
@@ -317,7 +287,13 @@ def test_words_of_more_drafts_than_a_word_has():
         ({"begins": [0, 2**60]}, "begins must be whole numbers"),
         ({"runs": as_runs(range(11))}, "positions of 11 tokens are known, but the shard has 12"),
         ({"runs": None}, "this shard's positions are not known"),
-        ({"mask": np.zeros((2, 1, 3)), "draft_positions": np.arange(3)}, "the mask is float64"),
+        ({"mask": np.zeros((2, 2, 3)), "draft_positions": np.arange(3)}, "the mask is float64"),
+        ({"mask": np.zeros((2, 2, 3), np.int64)}, "the mask"),
+        ({"mask": np.zeros((1, 2, 3), bool)}, "the mask"),
+        ({"mask": np.zeros((2, 2, 3), bool), "draft_positions": np.arange(4)}, "the mask"),
+        ({"mask": np.full((2, 2, 1), 8, np.uint32), "draft_positions": np.arange(3)}, "the mask"),
+        ({"mask": np.zeros((2, 2, 2), np.uint32), "draft_positions": np.arange(3)}, "the mask"),
+        ({"mask": np.ones((2, 2, 13), bool)}, "13 draft tokens cannot be the last of a shard of 12"),
         ({"draft_positions": np.arange(3)}, "pass mask="),
         (
             {"mask": np.ones((2, 2, 3), bool), "draft_positions": np.zeros((5, 3), int)},

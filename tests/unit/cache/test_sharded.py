@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from tests.support.caches import DIM, HEADS, LAYOUTS, Plain, caches
 from tests.support.drawn import examples
+from tests.support.refusals import refused
 from treeattn.cache.placement import Reach
 from treeattn.errors import ArgumentError
 from treeattn.token_tree import TokenTree
@@ -111,10 +112,8 @@ ROWS = np.zeros((1, 2, HEADS, DIM), np.float32)
 )
 def test_what_does_not_fit(call, words):
     (shard,) = caches(1, capacity=5, drafts=1, layout="contiguous")
-    with pytest.raises(ArgumentError) as raised:
+    with refused(words):
         call(shard)
-    assert words in str(raised.value)
-    assert "\n" not in str(raised.value)
 
 
 def test_keeping_nothing_forgets_the_drafts():
@@ -138,9 +137,8 @@ def test_a_path_that_is_none():
         ([[0.0]], "path of float64: whole numbers"),
         ([[0], [0, 1]], "path: no array of whole numbers"),
     ):
-        with pytest.raises(ArgumentError) as raised:
+        with refused(words):
             shard.commit(path)
-        assert words in str(raised.value)
     shard.rollback()
     with pytest.raises(ArgumentError, match="propose them first"):
         shard.commit([[0]])
@@ -164,6 +162,5 @@ def test_a_path_that_is_none():
     ],
 )
 def test_what_cannot_be_planned(options, words):
-    with pytest.raises(ArgumentError) as raised:
+    with refused(words):
         caches(2, **{"capacity": 4, **options})
-    assert words in str(raised.value)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from trie import beams, packed_row
 
 from tests.support.drawn import examples
+from tests.support.refusals import refused
 from treeattn.errors import ArgumentError
 from treeattn.token_tree import TokenTree, mask_words, pack
 
@@ -240,7 +241,5 @@ BEYOND_INT64 = TokenTree.chain(np.array([[2**63]], np.uint64))
     ],
 )
 def test_what_is_no_tree(make, words):
-    with pytest.raises(ArgumentError) as raised:
+    with refused(words):
         make()
-    assert words in str(raised.value)
-    assert "\n" not in str(raised.value)

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.support.refusals import refused
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Executor, Tier
 from treeattn.errors import ArgumentError
@@ -125,11 +126,8 @@ BAD = {
 def test_bad_files_name_the_file_the_key_and_the_remedy(tmp_path, line):
     replacement, key, remedy = BAD[line]
     assert line in GOOD
-    with pytest.raises(ArgumentError) as caught:
+    with refused("made.toml", key, remedy):
         load(tmp_path, GOOD.replace(line, replacement))
-    text = str(caught.value)
-    assert all(word in text for word in ("made.toml", key, remedy))
-    assert "\n" not in text
 
 
 def test_a_missing_tier(tmp_path):
