@@ -25,7 +25,7 @@ from treeattn.collectives import (
 from treeattn.errors import ScheduleError
 
 SIZES = st.integers(1, 8)
-CHANGES = ["drop", "double", "src", "dst", "turn", "merge", "inclusive", "chunks", "round"]
+CHANGES = ["drop", "double", "src", "dst", "turn", "merge", "inclusive", "chunks", "round", "swap"]
 
 
 def cut(draw: Any, ranks: list[int]) -> tuple[tuple[int, ...], ...]:
@@ -141,7 +141,7 @@ def accepted(schedule):
 @st.composite
 def mutated(draw, schedule):
     """One drawn change, which may or may not break the schedule: transfers dropped, doubled, retargeted,
-    turned, flipped between merge and copy, given other chunks or another round."""
+    turned, flipped between merge and copy, given other chunks or another round; or two rounds swapped."""
     places = [(i, j) for i, round_ in enumerate(schedule.rounds) for j in range(len(round_))]
     if not places:
         return schedule
@@ -161,10 +161,15 @@ def mutated(draw, schedule):
         "inclusive": [t._replace(inclusive=not t.inclusive)],
         "chunks": [t._replace(chunks=range(first, draw(st.integers(first + 1, schedule.chunks))))],
         "round": [],
+        "swap": [t],
     }[change]
     rounds[i][j : j + 1] = new
-    if change == "round":
-        rounds[draw(st.integers(0, len(rounds) - 1))].append(t)
+    if change in ("round", "swap"):
+        other = draw(st.integers(0, len(rounds) - 1))
+        if change == "round":
+            rounds[other].append(t)
+        else:
+            rounds[i], rounds[other] = rounds[other], rounds[i]
     return replace(schedule, rounds=tuple(map(tuple, rounds)))
 
 

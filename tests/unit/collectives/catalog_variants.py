@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from treeattn.collectives import Schedule, build
 from treeattn.collectives.catalog import CATALOG, Scheme
 from treeattn.collectives.parameters import Parameter
+from treeattn.errors import RestrictionError
 
 SIZES = range(1, 34)
 
@@ -83,3 +85,12 @@ def label(variant: tuple[str, dict[str, Any]]) -> str:
 def at_size(params: dict[str, Any], size: int) -> dict[str, Any]:
     """Parameters for `build`: the name of a placement becomes its nodes."""
     return {key: placements(size)[value] if key == "nodes" else value for key, value in params.items()}
+
+
+def built(variant: tuple[str, dict[str, Any]], size: int) -> Schedule:
+    """Of these parameters, or of none where they do not serve so many ranks."""
+    name, params = variant
+    try:
+        return build(name, size, **at_size(params, size))
+    except RestrictionError:
+        return build(name, size)

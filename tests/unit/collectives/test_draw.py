@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 from catalog_variants import STUDIED
+from hypothesis import given
+from hypothesis import strategies as st
 
+from tests.support.drawn import examples
 from treeattn.collectives import Schedule, Transfer, build, check, names
 from treeattn.collectives.catalog import needs_nodes
 from treeattn.collectives.drawings import text as draw
@@ -47,6 +50,11 @@ def test_no_committed_drawing_is_left_over():
 def on_nodes(name, size, per_node=4):
     nodes = (per_node,) * (size // per_node) + ((size % per_node,) if size % per_node else ())
     return (build(name, size, nodes=nodes) if needs_nodes(name) else build(name, size)), nodes
+
+
+def of_sizes(*sizes):
+    """A schedule of the catalogue, which a drawing does not know, and its nodes: `sizes` ranks of them."""
+    return st.builds(on_nodes, st.sampled_from(SCHEDULES), st.sampled_from(sizes))
 
 
 def between(schedule, nodes):
@@ -102,14 +110,14 @@ def test_text_marks_chunks_and_nodes():
     assert "┃" not in draw.text(schedule)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("size", [2, 7, 16])
-def test_pictures_have_straight_columns(name, size):
-    schedule, nodes = on_nodes(name, size)
+@examples(60)
+@given(of_sizes(2, 7, 16))
+def test_pictures_have_straight_columns(drawn):
+    schedule, nodes = drawn
     lines = draw.text(schedule, nodes).splitlines()
     picture = [line for line in lines if re.match(r"(node \d+)? *\d+ ─", line)]
     if picture:
-        assert len(picture) == size
+        assert len(picture) == schedule.size
         assert len(set(map(len, picture))) == 1
         marks = Counter("".join(picture))
         drawn = sum(len({frozenset((t.src, t.dst)) for t in round_}) for round_ in schedule.rounds)
@@ -156,26 +164,24 @@ def ends(path):
     return (x1, y1), (x2, y2)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("size", [1, 8, 16])
-def test_svg_shows_every_transfer_once(name, size):
-    schedule, nodes = on_nodes(name, size)
-    root = parsed(schedule, nodes)
-    drawn = arrows(root)
-    shown = Counter(path.find(f"{SVG}title").text.split(",")[0] for path in drawn)
+@examples(60)
+@given(of_sizes(1, 8, 16))
+def test_svg_shows_every_transfer_once(drawn):
+    schedule, nodes = drawn
+    paths = arrows(parsed(schedule, nodes))
+    shown = Counter(path.find(f"{SVG}title").text.split(",")[0] for path in paths)
     meant = Counter(f"round {i}: {t.arrow}" for i, round_ in enumerate(schedule.rounds, 1) for t in round_)
     assert shown == meant
-    kinds = Counter("merge" in path.get("class").split() for path in drawn)
+    kinds = Counter("merge" in path.get("class").split() for path in paths)
     assert kinds[False] == sum(not t.merge for round_ in schedule.rounds for t in round_)
-    assert sum("far" in path.get("class").split() for path in drawn) == between(schedule, nodes)
+    assert sum("far" in path.get("class").split() for path in paths) == between(schedule, nodes)
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("size", [8, 16, 32])
-def test_svg_is_legible(name, size):
+@examples(60)
+@given(of_sizes(8, 16, 32))
+def test_svg_is_legible(drawn):
     """Everything lies inside the page and no two texts touch."""
-    schedule, nodes = on_nodes(name, size)
-    root = parsed(schedule, nodes)
+    root = parsed(*drawn)
     width, height = float(root.get("width")), float(root.get("height"))
     boxes = [text_box(text) for text in root.iter(f"{SVG}text")]
     for left, top, right, bottom in boxes:
@@ -251,9 +257,10 @@ def test_names_are_escaped():
 # HTML
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_html_steps_end_with_everything_held(name):
-    schedule, nodes = on_nodes(name, 9)
+@examples(30)
+@given(of_sizes(9))
+def test_html_steps_end_with_everything_held(drawn):
+    schedule, nodes = drawn
     page = draw.html(schedule, nodes)
     steps = json.loads(re.search(r"const steps = (.*);", page)[1])
     assert len(steps) == len(schedule.rounds) + 1
@@ -321,13 +328,13 @@ def run_goal(ranks):
     return volume
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("size", [1, 2, 7, 12])
-def test_goal_runs_to_the_end_and_sends_the_volume(name, size):
-    schedule, _ = on_nodes(name, size)
+@examples(60)
+@given(of_sizes(1, 2, 7, 12))
+def test_goal_runs_to_the_end_and_sends_the_volume(drawn):
+    schedule, _ = drawn
     records = 4 * schedule.chunks
     ranks = goal_program(draw.goal(schedule, records=records, record_bytes=10))
-    assert set(ranks) == set(range(size))
+    assert set(ranks) == set(range(schedule.size))
     assert run_goal(ranks) == round(check(schedule).volume * records * 10)
 
 

@@ -6,13 +6,17 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from catalog_variants import VARIANTS, at_size, label
+from catalog_variants import VARIANTS, built
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support import verbs
+from tests.support.drawn import examples
+from tests.support.schedules import schedules
 from treeattn.backends import cpu
 from treeattn.collectives import Schedule, Transfer, build, check, names, prove
 from treeattn.collectives.executors import loopback
-from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
+from treeattn.errors import ArgumentError, ScheduleError
 
 
 class Partials:
@@ -45,6 +49,9 @@ class Words:
         return lambda: self.merge(into, other)
 
 
+IDENTITY = [-np.inf, 0, 0, 0, 0]
+
+
 def random_partials(size, records, dtype=np.float64, seed=0):
     rng = np.random.default_rng([seed, size, records])
     made = []
@@ -53,7 +60,7 @@ def random_partials(size, records, dtype=np.float64, seed=0):
         denominator = rng.uniform(1, 50, (records, 1))
         numerator = rng.normal(0, 10, (records, 3))
         partial = np.concatenate([maximum, denominator, numerator], axis=1)
-        partial[rng.random(records) < 0.2] = [-np.inf, 0, 0, 0, 0]  # the partial of an empty shard
+        partial[rng.random(records) < 0.2] = IDENTITY  # the partial of an empty shard
         made.append(partial.astype(dtype))
     return made
 
@@ -65,40 +72,71 @@ def direct_merge(partials):
     return np.concatenate([maximum, (weights * stacked[..., 1:]).sum(axis=0)], axis=1)
 
 
-def built(variant, size):
-    name, params = variant
-    try:
-        return build(name, size, **at_size(params, size))
-    except RestrictionError:
-        return build(name, size)
-
-
 def gathered(schedule, results):
-    """One full result: of rank 0, or the chunks of all ranks."""
-    return results[0] if schedule.result == "replicated" else np.concatenate(results)
+    """One full result: of rank 0, or the chunks of all ranks; the same bits where several have it."""
+    if schedule.result == "replicated" and check(schedule).determinism != "none":
+        assert {result.tobytes() for result in results} == {results[0].tobytes()}
+    return np.concatenate(results) if schedule.result == "scattered" else results[0]
 
 
-def assert_same_bits_everywhere(schedule, results):
-    if schedule.result == "replicated":
-        for result in results[1:]:
-            assert result.tobytes() == results[0].tobytes()
+# Executors know no scheme: all of the catalogue in all forms, and any other that is right.
+SCHEDULES = st.one_of(st.builds(built, st.sampled_from(VARIANTS), st.integers(1, 17)), schedules())
+SEEDS = st.integers(0, 999)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=label)
-def test_a_maximum_of_minus_infinity_counts_for_nothing_whatever_is_left_over(variant):
-    """On one rank, on each in turn: to the bit what the identity gives, also where no other rank is."""
-    operator = cpu.MergeOperator(3)
-    for size in (1, 2, 3, 5, 8):
-        schedule = built(variant, size)
-        for rank in range(size):
-            clean = random_partials(size, 24, np.float32)
-            clean[rank][:] = [-np.inf, 0, 0, 0, 0]
-            soiled = [array.copy() for array in clean]
-            soiled[rank][:, 1:] = np.resize([1, np.inf, np.nan, -2], (24, 1))
-            for expected, got in zip(
-                *(finished(loopback.run(schedule, p, operator)) for p in (clean, soiled)), strict=True
-            ):
-                np.testing.assert_array_equal(got, expected)
+@given(SCHEDULES, st.integers(0, 24), SEEDS)
+@examples(400)
+def test_it_is_the_direct_merge(schedule, records, seed):
+    """With the same bits on every rank; also of fewer records than chunks. The partials stay as they are."""
+    for dtype, tolerance in ((np.float64, 1e-13), (np.float32, 1e-5)):
+        partials = random_partials(schedule.size, records, dtype, seed)
+        expected, copies = direct_merge(partials), [partial.copy() for partial in partials]
+        results = loopback.run(schedule, partials, Partials(dtype))
+        result = gathered(schedule, results)
+        np.testing.assert_array_equal(result[:, 0], expected[:, 0])
+        scale = np.abs(expected[:, 1:]).max(initial=1.0)
+        np.testing.assert_allclose(result[:, 1:], expected[:, 1:], rtol=0, atol=tolerance * scale)
+        for partial, copy, result in zip(partials, copies, results, strict=True):
+            assert partial.tobytes() == copy.tobytes()
+            assert not np.shares_memory(partial, result)
+
+
+@given(SCHEDULES, SEEDS)
+@examples(200)
+def test_exact_inputs_give_one_bit_pattern_in_every_scheme(schedule, seed):
+    """Equal maxima and small integers: every order of merges is exact, so any difference is a defect."""
+    partials = list(np.random.default_rng(seed).integers(1, 100, (schedule.size, 20, 5)).astype(np.float32))
+    for partial in partials:
+        partial[:, 0] = 7
+    partials[seed % schedule.size][:] = IDENTITY if schedule.size > 1 else 7
+    expected = np.sum([partial for partial in partials if partial[0, 1]], axis=0)
+    expected[:, 0] = 7
+    results = loopback.run(schedule, partials, Partials(np.float32))
+    assert gathered(schedule, results).tobytes() == expected.tobytes()
+
+
+@given(SCHEDULES, SEEDS)
+@examples(100)
+def test_ranks_of_nothing_but_identities_change_no_bit(schedule, seed):
+    empty = np.tile(np.array(IDENTITY, float), (9, 1))
+    one, partials = random_partials(1, 9, seed=seed)[0], [empty] * schedule.size
+    assert gathered(schedule, loopback.run(schedule, partials, Partials())).tobytes() == empty.tobytes()
+    partials[seed % schedule.size] = one
+    assert gathered(schedule, loopback.run(schedule, partials, Partials())).tobytes() == one.tobytes()
+
+
+@given(SCHEDULES, SEEDS)
+@examples(200)
+def test_a_maximum_of_minus_infinity_counts_for_nothing_whatever_is_left_over(schedule, seed):
+    """To the bit what the identity gives, also where no other rank is."""
+    operator, rank = cpu.MergeOperator(3), seed % schedule.size
+    clean = random_partials(schedule.size, 24, np.float32, seed)
+    clean[rank][:] = IDENTITY
+    soiled = [array.copy() for array in clean]
+    soiled[rank][:, 1:] = np.resize([1, np.inf, np.nan, -2], (24, 1))
+    expected, got = (finished(loopback.run(schedule, given, operator)) for given in (clean, soiled))
+    for ours, theirs in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def finished(results):
@@ -106,82 +144,19 @@ def finished(results):
     for records in results:
         out = np.empty((1, 1, len(records), 3), np.float32)
         lse = np.empty((1, len(records), 1), np.float32)
-        verbs.finish(cpu, np.ascontiguousarray(records).reshape(1, -1, 1, 5), out, lse)
+        if len(records):
+            verbs.finish(cpu, np.ascontiguousarray(records).reshape(1, -1, 1, 5), out, lse)
         yield np.concatenate((out[0, 0], lse[0]), axis=1)
 
 
-@pytest.mark.parametrize("variant", VARIANTS, ids=label)
-def test_equals_the_direct_merge_with_the_same_bits_on_every_rank(variant):
-    for size in (1, 2, 3, 5, 7, 8, 12, 16, 17):
-        schedule = built(variant, size)
-        for dtype, tolerance in ((np.float64, 1e-13), (np.float32, 1e-5)):
-            partials = random_partials(size, 24, dtype)
-            results = loopback.run(schedule, partials, Partials(dtype))
-            assert_same_bits_everywhere(schedule, results)
-            expected = direct_merge(partials)
-            np.testing.assert_array_equal(gathered(schedule, results)[:, 0], expected[:, 0])
-            scale = np.abs(expected[:, 1:]).max(initial=1.0)
-            np.testing.assert_allclose(
-                gathered(schedule, results)[:, 1:], expected[:, 1:], rtol=0, atol=tolerance * scale
-            )
-
-
-@pytest.mark.parametrize("variant", VARIANTS, ids=label)
-def test_exact_inputs_give_one_bit_pattern_in_every_scheme(variant):
-    """Equal maxima and small integers: every order of merges is exact, so any difference is a defect."""
-    rng = np.random.default_rng(3)
-    for size in (2, 5, 8, 11):
-        partials = [rng.integers(1, 100, (20, 5)).astype(np.float32) for _ in range(size)]
-        for partial in partials:
-            partial[:, 0] = 7
-        partials[size // 2][:] = [-np.inf, 0, 0, 0, 0]
-        expected = np.sum([p for i, p in enumerate(partials) if i != size // 2], axis=0)
-        expected[:, 0] = 7
-        schedule = built(variant, size)
-        results = loopback.run(schedule, partials, Partials(np.float32))
-        assert gathered(schedule, results).tobytes() == expected.tobytes()
-        assert_same_bits_everywhere(schedule, results)
-
-
-@pytest.mark.parametrize("name", names("schedule"))
-@pytest.mark.parametrize("records", [0, 1, 2, 5])
-def test_fewer_records_than_chunks(name, records):
-    schedule = build(name, 7)
-    partials = random_partials(7, records)
-    result = gathered(schedule, loopback.run(schedule, partials, Partials()))
-    assert result.shape == (records, 5)
-    np.testing.assert_allclose(result, direct_merge(partials), rtol=1e-12)
-
-
-@pytest.mark.parametrize("name", names("schedule"))
-def test_a_rank_of_nothing_but_identities_changes_no_bit(name):
-    empty = np.tile(np.array([-np.inf, 0, 0, 0, 0]), (9, 1))
-    one = random_partials(1, 9)[0]
-    schedule = build(name, 6)
-    results = loopback.run(schedule, [empty] * 3 + [one] + [empty] * 2, Partials())
-    assert gathered(schedule, results).tobytes() == one.tobytes()
-    results = loopback.run(schedule, [empty] * 6, Partials())
-    assert gathered(schedule, results).tobytes() == empty.tobytes()
-
-
-@pytest.mark.parametrize("name", names("schedule"))
-def test_the_partials_stay_as_they_are(name):
-    partials = random_partials(5, 11)
-    copies = [partial.copy() for partial in partials]
-    results = loopback.run(build(name, 5), partials, Partials())
-    for partial, copy, result in zip(partials, copies, results, strict=True):
-        assert partial.tobytes() == copy.tobytes()
-        assert not np.shares_memory(partial, result)
-
-
-@pytest.mark.parametrize("name", [name for name in names("schedule") if name != "head_scatter"])
-def test_the_root_has_the_bits_of_every_rank(name):
-    for size in (1, 2, 3, 6, 8, 13):
-        values = random_partials(size, 2 * size + 1)
-        everywhere = loopback.run(build(name, size), values, Partials())
-        root, *others = loopback.run(build(name, size, result="root"), values, Partials())
-        assert root.tobytes() == everywhere[0].tobytes()
-        assert not any(len(records) for records in others)
+@given(st.sampled_from([name for name in names("schedule") if name != "head_scatter"]), st.integers(1, 13))
+@examples(60)
+def test_the_root_has_the_bits_of_every_rank(name, size):
+    values = random_partials(size, 2 * size + 1)
+    everywhere = loopback.run(build(name, size), values, Partials())
+    root, *others = loopback.run(build(name, size, result="root"), values, Partials())
+    assert root.tobytes() == everywhere[0].tobytes()
+    assert not any(len(records) for records in others)
 
 
 def test_a_scattered_result_is_the_own_chunk_of_each_rank():
@@ -224,26 +199,23 @@ def test_a_copy_and_a_send_of_the_same_chunk_in_one_round():
     assert words(Schedule("shift", 3, 1, (gather, shift, both))) == ["((ab)c)"] * 3
 
 
-def test_exact_but_classless_schedules_do_differ_between_ranks():
+PAIRED = (*(Transfer(r, 3) for r in range(3)), Transfer(0, 1), Transfer(1, 0), Transfer(3, 2))
+BRACKETS = Schedule("brackets", 4, 1, (PAIRED, (Transfer(2, 0), Transfer(2, 1), Transfer(0, 2))))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [BRACKETS, *(build("census", size) for size in (3, 4, 5, 6, 7, 8, 11, 13))],
+    ids=lambda s: f"{s.name} {s.size}",
+)
+def test_without_a_class_results_are_exact_and_ranks_end_with_unlike_bits(schedule):
     """What class none warns of happens: so the class says something."""
-    first = (*(Transfer(r, 3) for r in range(3)), Transfer(0, 1), Transfer(1, 0), Transfer(3, 2))
-    second = (Transfer(2, 0), Transfer(2, 1), Transfer(0, 2))
-    schedule = Schedule("brackets", 4, 1, (first, second))
     assert check(schedule).determinism == "none"
-    results = loopback.run(schedule, random_partials(4, 200, np.float32), Partials(np.float32))
-    assert results[3].tobytes() != results[0].tobytes()
-    np.testing.assert_allclose(results[3], results[0], rtol=1e-4, atol=1e-3)
-
-
-@pytest.mark.parametrize("size", [3, 4, 5, 6, 7, 8, 11, 13])
-def test_census_is_exact_and_its_ranks_end_with_unlike_bits(size):
-    schedule = build("census", size)
-    assert check(schedule).determinism == "none"
-    partials = random_partials(size, 200)
+    partials = random_partials(schedule.size, 200)
     for result in loopback.run(schedule, partials, Partials()):
         np.testing.assert_allclose(result, direct_merge(partials), rtol=1e-12, atol=1e-12)
-    results = loopback.run(schedule, random_partials(size, 200, np.float32), Partials(np.float32))
-    assert len({result.tobytes() for result in results}) > 1
+    rounded = [partial.astype(np.float32) for partial in partials]
+    assert len({result.tobytes() for result in loopback.run(schedule, rounded, Partials(np.float32))}) > 1
 
 
 def test_census_merges_around_the_ring():

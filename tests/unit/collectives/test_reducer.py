@@ -39,21 +39,14 @@ class Logged(Reducer):
         self._part("abandon")
 
 
-def test_a_call_is_both_halves_and_closing_ends_a_step_in_flight():
+def test_closing_ends_a_step_in_flight_once():
+    """What may follow what is of the contract of all reducers."""
     reducer = Logged()
     reducer()
     reducer.start()
-    with pytest.raises(StateError, match="already running"):
-        reducer()
-    with pytest.raises(StateError, match="already running"):
-        reducer.start()
     reducer.close()
     reducer.close()
     assert reducer.log == ["begin", "complete", "begin", "complete", "release"]
-    with pytest.raises(StateError, match="closed"):
-        reducer()
-    with pytest.raises(StateError, match="without start"):
-        reducer.wait()
 
 
 @pytest.mark.parametrize("fails", ["begin", "complete"])
