@@ -88,7 +88,7 @@ def worst(found, truth):
     return max(errors)
 
 
-@pytest.mark.parametrize(("nodes", "slots"), sample(1, [(4, 2), (2, 4), (3, 1)]))
+@pytest.mark.parametrize(("nodes", "slots"), sample(1, [(4, 2), (2, 3), (2, 4), (3, 1)], seed=3))
 def test_what_is_fitted_predicts_other_schemes_and_sizes(nodes, slots):
     truth = machine(nodes, slots)
     wanted = list(probes(groups(truth)))
@@ -99,7 +99,7 @@ def test_what_is_fitted_predicts_other_schemes_and_sizes(nodes, slots):
 
 
 def test_a_few_wild_measurements_do_little():
-    truth, draw = machine(), random.Random(1)
+    truth, draw = machine(3, 2), random.Random(1)
     measured = {p: took(truth, p) * draw.lognormvariate(0, 0.03) for p in probes(groups(truth))}
     for probe in draw.sample(list(measured)[1:], 4):
         measured[probe] *= 5
