@@ -34,10 +34,10 @@ def test_the_papers_latency_setting_in_one_command(tmp_path):
 
 
 def test_one_schedule_under_several_placements_and_all_schemes():
-    words = ["--cluster", "cpu-hdr200", "--ranks", 16]
-    done = in_process("simulate", *words, "--schemes", "ring", "--placement", "block,cyclic,suited")
+    words = ["--cluster", "cpu-hdr200", "--ranks"]
+    done = in_process("simulate", *words, 16, "--schemes", "ring", "--placement", "block,cyclic,suited")
     assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("ring ")][-1] == "cyclic"
-    done = in_process("simulate", *words, "--schemes", "all", "--wide")
+    done = in_process("simulate", *words, 4, "--schemes", "all", "--wide")
     assert "all_gather_merge" in done.stdout
     assert "chain" in done.stdout
 

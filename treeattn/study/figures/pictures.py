@@ -7,25 +7,16 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from treeattn.study.figures.chart import Curve, Curves, Lines, Panel, Rows, Series
-from treeattn.study.figures.style import COLOURS, INK, MARKERS, style
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-from treeattn.study.figures.chart import Point
-from treeattn.study.figures.style import PAPER
+from treeattn.study.figures.chart import Curve, Curves, Lines, Panel, Point, Rows, Series
+from treeattn.study.figures.style import COLOURS, INK, MARKERS, PAPER, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
+    from matplotlib.figure import Figure
 
 
 _NARROW = 0.6  # of a page's width; panels stand below each other there
