@@ -238,9 +238,8 @@ main(sys.argv[1:])
     ),
 )
 def test_one_rank_raising_ends_the_job(method, error):
-    done = run(
-        "-c", RAISES_ON_ONE_RANK.format(method=method, error=error), "decode", CACHE, ranks=3, code=None
-    )
+    program = RAISES_ON_ONE_RANK.format(method=method, error=error)
+    done = run("-c", program, "decode", CACHE, ranks=2, code=None)
     assert done.returncode != 0
     assert "planted" in done.stderr
     assert "rank 1" in done.stderr
@@ -261,7 +260,7 @@ cli.main(sys.argv[1:])
 
 
 def test_a_rank_that_fails_after_all_is_done_says_so():
-    done = run("-c", FAILS_AT_THE_END, "decode", CACHE, "--repeat", 1, ranks=3, code=1)
+    done = run("-c", FAILS_AT_THE_END, "decode", CACHE, "--repeat", 1, ranks=2, code=1)
     assert [line for line in done.stderr.splitlines() if "planted" in line] == ["treeattn: planted"]
 
 
