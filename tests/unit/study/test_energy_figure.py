@@ -50,10 +50,10 @@ def test_the_dashed_line_touches_the_curve_at_attention(chart, arrays):
 
 
 def test_a_file_of_either_format(chart):
-    files = draw.render(chart)
+    files = draw.render(chart, ("png", "svg"))
     assert files["png"].startswith(b"\x89PNG")
     assert b"prefers-color-scheme" in files["svg"]
-    assert draw.render(chart) == files
+    assert draw.render(chart, ("png", "svg")) == files
 
 
 def test_several_queries_have_no_such_picture(arrays):

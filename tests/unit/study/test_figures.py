@@ -265,10 +265,9 @@ def test_scaling_joins_jobs_of_several_sizes_but_no_two_placements(tmp_path):
     ],
 )
 def test_layouts_have_short_names(tmp_path, nodes, words, suffix):
-    path = made_results.write(
-        tmp_path / "a.jsonl", made_results.keys(ranks=len(nodes)), nodes=range(len(nodes))
-    )
-    made_results.write(path, made_results.keys(ranks=len(nodes)), run="other", nodes=nodes)
+    keys = made_results.keys(ranks=len(nodes))
+    path = made_results.write(tmp_path / "a.jsonl", keys, 1, nodes=range(len(nodes)))
+    made_results.write(path, keys, 1, run="other", nodes=nodes)
     made = charts("time", plot.read([path])[0])
     assert len(made) == 2
     assert made[f"time-decode-layout{suffix}"].case.startswith(words + " · ")
