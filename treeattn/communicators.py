@@ -7,8 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from treeattn import launch, mpi_library
-from treeattn.collectives.runtime.communicator import Communicator, Member, MpiCommunicator
-from treeattn.collectives.runtime.process import kernel
+from treeattn.collectives.runtime.communicator import Communicator, Member, MpiCommunicator, kernel
 from treeattn.errors import ArgumentError, BackendError
 
 if TYPE_CHECKING:

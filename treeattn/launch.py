@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from treeattn.collectives.runtime.process import Process
+from treeattn.collectives.runtime.communicator import Process
 
 #: What `jobs/emulated_cluster` was told, in the environment of its nodes.
 EMULATED = "TREEATTN_EMULATED"

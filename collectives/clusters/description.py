@@ -39,7 +39,7 @@ Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
 Rate = Annotated[float, Meta(ge=1e-9, le=1e12)]
 Name = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9_-]*$")]
 Deviation = Annotated[float, Meta(ge=0, le=10)]  # standard, of a logarithm
-Errors = dict[str, Deviation]  # of prices, by field
+Errors = dict[str, Deviation | None]  # of prices, by field; None: nobody measured or published it
 Correlation = Annotated[float, Meta(ge=-1, le=1)]
 
 #: Fields that are prices, of whatever table.
@@ -62,6 +62,16 @@ class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Read from TOML; a name that is not a field is an error."""
 
 
+class _Priced(_Data, frozen=True):
+    """A table with prices. A file lists the names of those without a source beside `errors`, as `assumed`."""
+
+    @property
+    def assumed(self) -> tuple[str, ...]:
+        """Fields that nobody measured or published."""
+        errors: Errors = self.errors  # type: ignore[attr-defined]
+        return tuple(name for name, error in errors.items() if error is None)
+
+
 class Protocol(_Data, frozen=True):
     """How messages of at least `from_bytes` bytes go: they cost another latency, and perhaps bandwidth.
 
@@ -75,7 +85,7 @@ class Protocol(_Data, frozen=True):
     waits: bool = False
 
 
-class Tier(_Data, frozen=True):
+class Tier(_Priced, frozen=True):
     """A level of the machine: `joins` units of the level within it, or so many ranks, and what a message
     costs.
 
@@ -84,8 +94,7 @@ class Tier(_Data, frozen=True):
     pair of ranks has a link of its own. taper: an outer tier's uplink from each unit has the bandwidth of
     its cards divided by this; 0 is a network without any such limit. shared_gap, shared_bandwidth: of what
     all messages within a unit of the tier go through one after the other, such as a bus, or the cores of a
-    machine that emulates several. assumed: names of the fields that nobody measured or published. errors:
-    of fields and protocol steps by name, as `uncertainty` reads them.
+    machine that emulates several. errors: of fields and protocol steps by name, as `uncertainty` reads them.
     """
 
     name: Name
@@ -101,17 +110,16 @@ class Tier(_Data, frozen=True):
     shared_gap: Microseconds = 0.0
     shared_bandwidth: Rate | None = None
     protocols: tuple[Protocol, ...] = ()
-    assumed: tuple[str, ...] = ()
     errors: Errors = {}
 
 
-class Executor(_Data, frozen=True):
+class Executor(_Priced, frozen=True):
     """What running a step costs beside the messages: microseconds for the call, for each round in which a
     rank has something to do, as much again where it has messages between nodes, and for each message; GB/s
     at which arriving bytes are merged.
 
-    pulls: receivers fetch, so a tier's read prices count. within: the tier that it cannot leave. assumed,
-    errors: as of a tier.
+    pulls: receivers fetch, so a tier's read prices count. within: the tier that it cannot leave. errors:
+    as of a tier.
     """
 
     call: Microseconds
@@ -121,7 +129,6 @@ class Executor(_Data, frozen=True):
     far_round: Microseconds = 0.0
     pulls: bool = False
     within: str = ""
-    assumed: tuple[str, ...] = ()
     errors: Errors = {}
 
 
@@ -137,7 +144,7 @@ class Link(msgspec.Struct, frozen=True):
     source: str = "latency"
 
 
-class Cluster(_Data, frozen=True, dict=True):
+class Cluster(_Priced, frozen=True, dict=True):
     """A machine: tiers from the inside out, network cards of a node, executors by name.
 
     scatter: standard deviation of the logarithm of what was measured over what was predicted, of schedules
@@ -155,7 +162,6 @@ class Cluster(_Data, frozen=True, dict=True):
     memory: Rate | None = None  # GB/s that one rank reads its keys and values at
     scatter: Deviation | None = None
     drift: Deviation = 0.0
-    assumed: tuple[str, ...] = ()
     errors: Errors = {}
     correlations: dict[str, dict[str, Correlation]] = {}
 
@@ -224,13 +230,13 @@ class Cluster(_Data, frozen=True, dict=True):
 
 def wholly_assumed(cluster: Cluster) -> Cluster:
     """The cluster with every price marked as assumed: those of another machine."""
-    tiers = tuple(structs.replace(tier, assumed=_prices(tier)) for tier in cluster.tiers)
-    executors = {name: structs.replace(of, assumed=_prices(of)) for name, of in cluster.executors.items()}
-    return structs.replace(cluster, tiers=tiers, executors=executors, assumed=("memory",))
+    tiers = tuple(structs.replace(tier, errors=_unknown(tier)) for tier in cluster.tiers)
+    executors = {name: structs.replace(of, errors=_unknown(of)) for name, of in cluster.executors.items()}
+    return structs.replace(cluster, tiers=tiers, executors=executors, errors={"memory": None})
 
 
-def _prices(part: Tier | Executor) -> tuple[str, ...]:
-    return tuple(name for name in part.__struct_fields__ if name in PRICES or name == "protocols")
+def _unknown(part: Tier | Executor) -> Errors:
+    return {name: None for name in part.__struct_fields__ if name in PRICES or name == "protocols"}
 
 
 def shipped() -> list[str]:
@@ -263,13 +269,25 @@ def _folder() -> Any:
 
 def _read(file: str, content: bytes) -> Cluster:
     try:
-        cluster = msgspec.toml.decode(content, type=Cluster)
+        cluster = msgspec.convert(_with_assumed(msgspec.toml.decode(content)), Cluster)
     except msgspec.ValidationError as error:
         raise ArgumentError(f"{file}: {_where(str(error))}") from None
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise ArgumentError(f"{file}: not TOML: {error}") from None
     _check(file, cluster)
     return cluster
+
+
+def _with_assumed(file: dict[str, Any]) -> dict[str, Any]:
+    """The content of a file, with what its tables list as `assumed` among their `errors`."""
+    tables: list[Any] = [file]
+    for name in ("tiers", "executors"):
+        within = file.get(name)
+        tables += within.values() if isinstance(within, dict) else within if isinstance(within, list) else ()
+    for table in tables:
+        if isinstance(table, dict) and isinstance(table.get("assumed"), list):
+            table["errors"] = dict.fromkeys(map(str, table.pop("assumed"))) | table.get("errors", {})
+    return file
 
 
 def _where(message: str) -> str:
@@ -312,10 +330,10 @@ def _check(file: str, cluster: Cluster) -> None:
     parts: tuple[Cluster | Tier | Executor, ...] = (cluster, *cluster.tiers, *cluster.executors.values())
     for part in parts:
         for field in part.assumed:
-            if field == "assumed" or field not in part.__struct_fields__:
+            if field == "errors" or field not in part.__struct_fields__:
                 raise ArgumentError(f"{file}: assumed: no key beside it is {field!r}; name those that are")
         steps = {step.name for step in part.protocols} if isinstance(part, Tier) else set()
-        for field in part.errors:
+        for field in (name for name, error in part.errors.items() if error is not None):
             if field not in steps and (field not in PRICES or field not in part.__struct_fields__):
                 raise ArgumentError(f"{file}: errors: no price beside it is {field!r}; name those that are")
     for tier in cluster.tiers:
@@ -345,6 +363,10 @@ def _table(data: msgspec.Struct) -> Iterator[str]:
     """A line for each field that is no table and not its default."""
     for field in structs.fields(data):
         value = getattr(data, field.name)
+        if isinstance(data, _Priced) and field.name == "errors":
+            value = {name: error for name, error in value.items() if error is not None}
+            if data.assumed:
+                yield f"assumed = {_value(data.assumed)}"
         apart = field.name in ("tiers", "executors", "correlations")
         if not apart and value not in (field.default, {}):
             yield f"{field.name} = {_value(value)}"

@@ -254,7 +254,7 @@ def _with_errors(
                 correlations[name][names[other]] = float(together[at, other])
     return structs.replace(
         cluster, scatter=round(scatter, 3), correlations=dict(correlations),
-        tiers=tuple(structs.replace(tier, errors=of_table[tier.name]) for tier in cluster.tiers),
+        tiers=tuple(structs.replace(t, errors=of_table[t.name] | t.errors) for t in cluster.tiers),
         executors={n: structs.replace(of, errors=of_table[n]) for n, of in cluster.executors.items()},
     )  # fmt: skip
 

@@ -55,8 +55,8 @@ def prices(cluster: Cluster) -> dict[str, Price]:
             if field in PRICES and value:
                 found[f"{name}.{field}"] = Price(value, _error(table, field))
         for step in table.protocols if isinstance(table, Tier) else ():
-            error = table.errors.get(step.name, _error(table, "protocols"))
-            found[f"{name}.{step.name}"] = Price(step.latency, error)
+            named = step.name if step.name in table.errors else "protocols"
+            found[f"{name}.{step.name}"] = Price(step.latency, _error(table, named))
     return found
 
 
@@ -89,7 +89,8 @@ def _tables(cluster: Cluster) -> Iterator[tuple[str, Cluster | Tier | Executor]]
 
 
 def _error(table: Cluster | Tier | Executor, field: str) -> float:
-    return table.errors.get(field, ASSUMED if field in table.assumed else 0.0)
+    error = table.errors.get(field, 0.0)
+    return ASSUMED if error is None else error
 
 
 def _ways(cluster: Cluster, unsure: Mapping[str, float]) -> Any:

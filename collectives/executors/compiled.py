@@ -9,13 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from treeattn.collectives import program
-from treeattn.collectives.executors.lowering import Addresses, Requests, StepStruct, landing_records, lower
+from treeattn.collectives.executors.lowering import (
+    Addresses,
+    StepStruct,
+    landing_records,
+    lower,
+    messages_over,
+)
 from treeattn.collectives.program import LANDING, OWN, Planned, Region
-from treeattn.collectives.runtime.memory import HOST, Array, Message
+from treeattn.collectives.runtime.memory import HOST, Array
 from treeattn.collectives.runtime.operator import NativeOperator, Operator
 from treeattn.collectives.runtime.reducer import NativeStep, ReductionSpec
 from treeattn.collectives.runtime.reducer import Reducer as BaseReducer
@@ -60,32 +66,6 @@ def problem(spec: ReductionSpec) -> str | None:
     return None
 
 
-class Messages(Protocol):
-    """The messages of a program, planned round by round, as compiled code starts and tests them."""
-
-    def add(self, number: int, receives: Iterable[Message], sends: Iterable[Message]) -> None:
-        """Plan the messages (array, peer) of a round."""
-
-    @property
-    def rounds(self) -> dict[int, Requests]:
-        """What stands for those of each round that has some."""
-
-    def fields(self) -> dict[str, Any]:
-        """Of `StepStruct`, by which the compiled code sends. After the last `add`."""
-
-    def polled(self, poll: Callable[[], int]) -> Callable[[], int]:
-        """`poll`, which goes on with a step, without waiting for a message."""
-
-    def failure(self, number: int, code: int) -> BaseException:
-        """What a code that is not 0 is raised as, in that round."""
-
-    def free(self) -> None:
-        """What this rank can release alone, where no message is under way."""
-
-    def close(self) -> None:
-        """Release everything. Collective."""
-
-
 def plan(spec: ReductionSpec, schedule: Schedule, *, oversubscribed: bool = False) -> Reducer:
     """The reducer of a schedule whose messages all travel by MPI. Collective.
 
@@ -93,10 +73,7 @@ def plan(spec: ReductionSpec, schedule: Schedule, *, oversubscribed: bool = Fals
     functions can be called from C (`mpi_messages.problem`). oversubscribed: ranks of this
     machine share cores. Raises `ScheduleError` as `program.of_spec` does.
     """
-    from treeattn.collectives.executors.mpi_messages import MpiMessages
-
-    planned = program.of_spec(spec, schedule)
-    return Reducer(spec, planned, MpiMessages(spec.comm, planned.name, planned.program), None, oversubscribed)
+    return Reducer(spec, program.of_spec(spec, schedule), None, oversubscribed)
 
 
 class Reducer(BaseReducer):
@@ -107,14 +84,10 @@ class Reducer(BaseReducer):
     """
 
     def __init__(
-        self,
-        spec: ReductionSpec,
-        planned: Planned,
-        messages: Messages,
-        slots: Slots | None,
-        oversubscribed: bool,
+        self, spec: ReductionSpec, planned: Planned, slots: Slots | None, oversubscribed: bool
     ) -> None:
-        """messages: of this program, none of which is planned; slots: of this node, where it uses some."""
+        """slots: of this node, where the program uses some."""
+        messages = messages_over(spec.comm, planned.name, planned.program)
         super().__init__(planned.name)
         self.executor = "slots" if slots else "program"
         self.certificate, self.sent, self._program = planned.certificate, planned.sent, planned.program

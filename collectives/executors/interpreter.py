@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from treeattn.collectives import program
+from treeattn.collectives.executors.lowering import messages_over
 from treeattn.collectives.program import LANDING, OWN, Copy, Fold, Instruction, Planned, Region
 from treeattn.collectives.runtime.memory import Array, Memory, Message
 from treeattn.collectives.runtime.operator import ManyOperator, Operator
@@ -64,28 +65,6 @@ class Interpreter:
                 yield self._operator.planned_merge(self.array(into), self.array(other))
 
 
-class RoundMessages(Protocol):
-    """The messages of a program, planned round by round."""
-
-    def add(self, number: int, receives: Iterable[Message], sends: Iterable[Message]) -> object:
-        """Plan the messages (array, peer) of a round."""
-
-    def start(self, number: int) -> None:
-        """Start those of a round."""
-
-    def test(self, number: int) -> bool:
-        """Whether those that were started have come and gone, as far as that is known without waiting."""
-
-    def wait(self, number: int) -> None:
-        """Return when they have."""
-
-    def free(self) -> None:
-        """What this rank can release alone, where no message is under way."""
-
-    def close(self) -> None:
-        """Release everything. Collective."""
-
-
 class PlannedRound(NamedTuple):
     """What one rank does in a round: its messages, then the `calls` in order."""
 
@@ -108,7 +87,8 @@ class Reducer(BaseReducer):
         planned = program.of_spec(spec, schedule)
         # All ranks are here: what may fail on one of them alone comes after what they do together.
         super().__init__(schedule.name)
-        self.executor, self.messages = _no_messages(spec, planned)
+        self.executor = getattr(spec.comm, "library", "mpi")
+        self.messages = messages_over(spec.comm, planned.name, planned.program)
         self.certificate, self.sent, self._program = planned.certificate, planned.sent, planned.program
         memory: Memory = spec.memory
         self._ready = memory.synchronize
@@ -164,15 +144,3 @@ class Reducer(BaseReducer):
             self.messages.free()
 
     _at_exit = _abandon
-
-
-def _no_messages(spec: ReductionSpec, planned: Planned) -> tuple[str, RoundMessages]:
-    """The communicator's library, and its messages, of no round yet; ranks of one need not have the other.
-    Collective."""
-    if getattr(spec.comm, "library", "mpi") == "torch":
-        from treeattn.collectives.executors.torch_messages import TorchMessages
-
-        return "torch", TorchMessages(spec.comm, planned.name, planned.program)
-    from treeattn.collectives.runtime.mpi_communicator import PersistentRequests
-
-    return "mpi", PersistentRequests(spec.comm)

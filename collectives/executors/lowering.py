@@ -1,10 +1,12 @@
-"""A program lowered to the instructions that `kernels/cpu/step.c` runs: addresses in place of regions."""
+"""A program lowered to the instructions that `kernels/cpu/step.c` runs: addresses in place of regions. And
+the messages of a program, as executors plan and start them, from C or from Python.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,10 @@ from treeattn.collectives.program import (
     Region,
     in_place,
 )
+from treeattn.collectives.runtime.memory import Message
+
+if TYPE_CHECKING:
+    from treeattn.collectives.executors.slots import Slots
 
 # enum kind of kernels/cpu/step.c.
 START, WAIT, PUBLISH, AWAIT, COPY, MERGE = range(6)
@@ -49,14 +55,52 @@ class Requests(NamedTuple):
     number: int
 
 
-class SlotAddresses(Protocol):
-    """Where the slots of the ranks of a node are."""
+class Messages(Protocol):
+    """The messages of a program, planned round by round. Python runs `start`, `test` and `wait` for each of
+    them, or compiled code calls what `fields` name."""
 
-    def flag(self, rank: int, round_: int, parity: int) -> int:
-        """Address of what a rank publishes a round with, in even (parity 0) or odd (1) steps."""
+    def add(self, number: int, receives: Iterable[Message], sends: Iterable[Message]) -> object:
+        """Plan the messages (array, peer) of a round."""
 
-    def records(self, rank: int, parity: int) -> int:
-        """Address of a set of slots."""
+    def start(self, number: int) -> None:
+        """Start those of a round."""
+
+    def test(self, number: int) -> bool:
+        """Whether those that were started have come and gone, as far as that is known without waiting."""
+
+    def wait(self, number: int) -> None:
+        """Return when they have."""
+
+    @property
+    def rounds(self) -> dict[int, Requests]:
+        """What stands in C for those of each round that has some. After the last `add`."""
+
+    def fields(self) -> dict[str, Any]:
+        """Of `StepStruct`, by which the compiled code sends. After `rounds`."""
+
+    def polled(self, poll: Callable[[], int]) -> Callable[[], int]:
+        """`poll`, which goes on with a step, without waiting for a message."""
+
+    def failure(self, number: int, code: int) -> BaseException:
+        """What a code that is not 0 is raised as, in that round."""
+
+    def free(self) -> None:
+        """What this rank can release alone, where no message is under way."""
+
+    def close(self) -> None:
+        """Release everything. Collective."""
+
+
+def messages_over(comm: Any, name: str, program: Program) -> Messages:
+    """Those of a communicator's library, of no round yet; its ranks need not have the other one. name: of the
+    schedule. Collective."""
+    if getattr(comm, "library", "mpi") == "torch":
+        from treeattn.collectives.executors.torch_messages import TorchMessages
+
+        return TorchMessages(comm, name, program)
+    from treeattn.collectives.executors.mpi_messages import MpiMessages
+
+    return MpiMessages(comm, name, program)
 
 
 class Addresses(NamedTuple):
@@ -64,7 +108,7 @@ class Addresses(NamedTuple):
 
     own: int
     landing: int
-    slots: SlotAddresses | None
+    slots: Slots | None
     record_bytes: int
 
 

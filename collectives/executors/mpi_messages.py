@@ -10,16 +10,14 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from numpy.typing import NDArray
 
 from treeattn.collectives.executors.lowering import Requests
 from treeattn.collectives.program import Program, messages
-from treeattn.collectives.runtime.memory import Message
 from treeattn.collectives.runtime.mpi_communicator import PersistentRequests
 from treeattn.errors import PeerError
 
@@ -31,34 +29,29 @@ _KNOWN = {(4, 20): "MPICH", (8, 24): "Open MPI", (8, 32): "MPI standard"}
 _FUNCTIONS = ("MPI_Startall", "MPI_Testall", "MPI_Iprobe")
 
 
-class MpiMessages:
+class MpiMessages(PersistentRequests):
     """The messages of one reducer, over a duplicate of its communicator."""
 
     def __init__(self, comm: Any, name: str, program: Program) -> None:
         """name: of the schedule. Collective. Raises `BackendError` as `duplicate` does."""
+        super().__init__(comm)
+        self.comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._name, self._program = name, program
-        self._requests = PersistentRequests(comm)
-        self._requests.comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self._handles: dict[int, NDArray[Any]] = {}
-
-    def add(self, number: int, receives: Iterable[Message], sends: Iterable[Message]) -> None:
-        requests = self._requests.add(number, receives, sends)
-        if requests:
-            self._handles[number] = _handles(requests)
 
     @property
     def rounds(self) -> dict[int, Requests]:
         """Handles of the requests of each round that has some."""
+        self._handles = {number: _handles(given) for number, given in self._rounds.items() if given}
         return {number: Requests(each.ctypes.data, len(each)) for number, each in self._handles.items()}
 
     def fields(self) -> dict[str, Any]:
-        """Of `StepStruct`, by which the compiled code sends. After the last `add`."""
+        """Of `StepStruct`, by which the compiled code sends."""
         self._statuses = _statuses(max(map(len, self._handles.values()), default=0) + 1)
         functions = zip(("startall", "testall", "iprobe"), _FUNCTIONS, strict=True)
         return {
             **{field: _function(name) for field, name in functions},
             "statuses": self._statuses.ctypes.data,
-            "comm": _value(self._requests.comm),
+            "comm": _value(self.comm),
             "any_source": MPI.ANY_SOURCE,
             "any_tag": MPI.ANY_TAG,
         }
@@ -83,12 +76,6 @@ class MpiMessages:
                 if error not in (MPI.SUCCESS, MPI.ERR_PENDING):
                     return error, f"rank {peer}"
         return code, "ranks " + ", ".join(map(str, sorted(set(peers))))
-
-    def free(self) -> None:
-        self._requests.free()
-
-    def close(self) -> None:
-        self._requests.close()
 
 
 @functools.cache

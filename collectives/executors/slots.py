@@ -31,8 +31,7 @@ from treeattn.collectives import program
 from treeattn.collectives.executors import compiled
 from treeattn.collectives.program import Program
 from treeattn.collectives.runtime import watchdog
-from treeattn.collectives.runtime.communicator import Communicator
-from treeattn.collectives.runtime.process import Process
+from treeattn.collectives.runtime.communicator import Communicator, Process
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import SharingError
@@ -88,26 +87,19 @@ def plan(
     *,
     nodes: tuple[tuple[int, ...], ...],
     oversubscribed: bool = False,
-    messages: Callable[[Any, str, Program], compiled.Messages] | None = None,
 ) -> compiled.Reducer:
     """As `compiled.plan`, with shared memory between the ranks of each node. Collective.
 
-    nodes: ranks that share memory, the same on every rank. messages: makes those between nodes, of the
-    communicator, the schedule's name and the program; MPI's unless given. Raises `SharingError` where ranks
-    of a node cannot, on every rank alike.
+    nodes: ranks that share memory, the same on every rank. Those of different nodes send messages of the
+    communicator's library. Raises `SharingError` where ranks of a node cannot share, on every rank alike.
     """
     comm: Communicator = spec.comm
     node = next(node for node in nodes if comm.rank in node)
     planned = program.of_spec(spec, schedule, node)
     record_bytes = planned.records[:1].nbytes
     parts = share(comm, node, 2 * set_bytes(planned.program, record_bytes))
-    if messages is None:
-        from treeattn.collectives.executors.mpi_messages import MpiMessages
-
-        messages = MpiMessages
-    sending = messages(comm, planned.name, planned.program)
     slots = Slots(parts, planned.program, record_bytes)
-    return compiled.Reducer(spec, planned, sending, slots, oversubscribed)
+    return compiled.Reducer(spec, planned, slots, oversubscribed)
 
 
 class SharedPart(NamedTuple):

@@ -18,9 +18,8 @@ import torch
 import torch.distributed as dist
 
 from treeattn.collectives.runtime import communicator, watchdog
-from treeattn.collectives.runtime.communicator import Member
+from treeattn.collectives.runtime.communicator import Member, kernel, namespace
 from treeattn.collectives.runtime.memory import Array
-from treeattn.collectives.runtime.process import kernel, namespace
 from treeattn.errors import PeerError, StateError
 
 if TYPE_CHECKING:

@@ -23,10 +23,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
 
-from treeattn.collectives.runtime.process import Process
 from treeattn.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from treeattn.collectives.runtime.communicator import Process
 
 T = TypeVar("T")
 

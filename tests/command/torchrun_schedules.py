@@ -12,7 +12,6 @@ from tests.support.torchrun import without_mpi
 from treeattn import collectives, communicators
 from treeattn.backends.cpu.records import MergeOperator
 from treeattn.collectives.executors import interpreter, loopback, slots
-from treeattn.collectives.executors.torch_messages import TorchMessages
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.errors import RestrictionError
 
@@ -35,7 +34,7 @@ def by_slots(spec, schedule):
     """As if the ranks were of two nodes, and of one where they are two."""
     nodes = ((0, 1), tuple(range(2, schedule.size)))
     nodes = nodes[: 1 + (schedule.size > 2)]
-    return slots.plan(spec, schedule, nodes=nodes, messages=TorchMessages, oversubscribed=True)
+    return slots.plan(spec, schedule, nodes=nodes, oversubscribed=True)
 
 
 def check(planner, comm, schedule, records, draw):

@@ -18,7 +18,8 @@ from treeattn.collectives.clusters.description import as_toml
 from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import explicit
 from treeattn.collectives.traffic import Payload
-from treeattn.decoder import auto, fastest
+from treeattn.decoder import fastest
+from treeattn.decoder.request import auto_selection
 from treeattn.study import calibration
 from treeattn.topology import detect
 
@@ -71,21 +72,21 @@ def test_merging_takes_auto_too(comm):
 
 def test_the_machine_that_is_named_decides(comm, monkeypatch):
     small, large = Payload(1, 8), Payload(4096, 4096)
-    asked = auto.selection("auto:cluster=leonardo")
+    asked = auto_selection("auto:cluster=leonardo")
     assert "on leonardo (" in fastest.choose(comm, asked, small).why
     if comm.size >= 8:
         names = [fastest.choose(comm, asked, payload).schedule.name for payload in (small, large)]
         assert names[0] != names[1]
     monkeypatch.setenv("TREEATTN_CLUSTER", "lumi")
-    assert "on lumi (" in fastest.choose(comm, auto.selection("auto"), small).why
+    assert "on lumi (" in fastest.choose(comm, auto_selection("auto"), small).why
     monkeypatch.delenv("TREEATTN_CLUSTER")
-    assert "on detected (" in fastest.choose(comm, auto.selection("auto"), small).why
+    assert "on detected (" in fastest.choose(comm, auto_selection("auto"), small).why
 
 
 def test_the_choice_is_the_least_of_its_candidates(comm):
     cluster, places = detect(comm).cluster()
     payload = Payload(16, 520)
-    chosen = fastest.choose(comm, auto.selection("auto"), payload).schedule
+    chosen = fastest.choose(comm, auto_selection("auto"), payload).schedule
     nodes = communicators.node_groups(comm)
     for text in ("k_nomial_tree", "recursive_doubling", "hierarchical", "split_rail"):
         other = build(text, comm.size, nodes=nodes if select(text).needs_nodes else None)
@@ -113,7 +114,7 @@ def test_more_ranks_than_places(comm):
     if comm.size < 3:
         pytest.skip("dual-4090 has two places")
     with pytest.raises(treeattn.ArgumentError, match="has 2 places"):
-        fastest.choose(comm, auto.selection("auto:cluster=dual-4090"), Payload())
+        fastest.choose(comm, auto_selection("auto:cluster=dual-4090"), Payload())
     comm.Barrier()
 
 
@@ -183,7 +184,7 @@ def test_auto_says_that_ranks_are_not_bound(comm, tmp_path, monkeypatch):
     assert found.sockets == ()
     monkeypatch.setattr(fastest.topology, "detect", lambda _: found)
     monkeypatch.delenv("TREEATTN_CLUSTER", raising=False)
-    assert "not bound to one are ranks 0" in fastest.choose(comm, auto.selection("auto"), Payload()).why
+    assert "not bound to one are ranks 0" in fastest.choose(comm, auto_selection("auto"), Payload()).why
 
 
 @pytest.mark.slow
@@ -205,7 +206,7 @@ def test_auto_takes_sockets_for_a_level(comm, on_sockets, tmp_path, monkeypatch)
     path = tmp_path / "bus.toml"
     path.write_text(SOCKETS_SHARE_A_BUS)
     monkeypatch.setattr(fastest.topology, "detect", lambda _: on_sockets)
-    chosen = fastest.choose(comm, auto.selection(f"auto:cluster={path}"), Payload(16, 520))
+    chosen = fastest.choose(comm, auto_selection(f"auto:cluster={path}"), Payload(16, 520))
     check(chosen.schedule)
     assert len(set(comm.allgather(chosen.schedule))) == 1
     assert "named by auto:cluster=" in chosen.why

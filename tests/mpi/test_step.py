@@ -20,7 +20,7 @@ import treeattn
 from treeattn import TransportError, collectives, communicators
 from treeattn.backends.cpu import MergeOperator, NullOperator
 from treeattn.collectives.executors import compiled, mpi_messages, slots
-from treeattn.collectives.runtime.process import Process
+from treeattn.collectives.runtime.communicator import Process
 from treeattn.collectives.runtime.progress_thread import ProgressThreadReducer
 from treeattn.collectives.runtime.reducer import ReductionSpec
 

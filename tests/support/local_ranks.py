@@ -13,7 +13,7 @@ from tests.support.reducer_contract import OPERATOR, Ranks
 from treeattn import communicators
 from treeattn.collectives.executors import slots
 from treeattn.collectives.runtime import mpi_communicator
-from treeattn.collectives.runtime.process import Process
+from treeattn.collectives.runtime.communicator import Process
 from treeattn.collectives.runtime.reducer import ReductionSpec
 
 

@@ -16,8 +16,8 @@ from treeattn.collectives.formats import goal, msccl, mscclpp
 from treeattn.collectives.parameters import Groups
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder import auto
 from treeattn.decoder.plan import select
+from treeattn.decoder.request import AUTO
 from treeattn.errors import ArgumentError, ScheduleError
 
 _NAME_LIMIT = 100  # it stands in tables
@@ -34,8 +34,11 @@ def build(scheme: str, ranks: int, nodes: Sequence[int] | Sequence[Sequence[int]
     Raises `ScheduleError` for a scheme that has none.
     """
     selection = select(scheme)
-    if selection.row is auto.ROW:
-        raise ScheduleError(auto.NOT_NAMED)
+    if selection.row is AUTO:
+        raise ScheduleError(
+            "auto takes the fastest of many for the ranks of a job: name a schedule, such as hierarchical, "
+            "or let treeattn tune find one"
+        )
     if selection.row.generator is None:
         known = ", ".join(collectives.names("schedule"))
         raise ScheduleError(

@@ -27,9 +27,9 @@ from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.collectives.traffic import Payload
-from treeattn.decoder import auto, finished_copies, pipeline, reducers
+from treeattn.decoder import finished_copies, pipeline, reducers
 from treeattn.decoder.reproducible import check_blocks
-from treeattn.decoder.request import Reduction, Request, check
+from treeattn.decoder.request import AUTO, Reduction, Request, auto_selection, check
 from treeattn.decoder.sight import Sight, agree
 from treeattn.errors import RestrictionError
 from treeattn.partial import Array
@@ -45,7 +45,7 @@ def select(scheme: str | Schedule) -> Selection:
 
 @functools.lru_cache(maxsize=256)
 def _read(scheme: str) -> Selection:
-    return auto.selection(scheme) or catalog.select(scheme, CATALOG)
+    return auto_selection(scheme) or catalog.select(scheme, CATALOG)
 
 
 def folding(
@@ -336,7 +336,7 @@ def _rounds(
 ) -> tuple[Schedule | None, str | None]:
     """The schedule for such records [.., width], and why it is that one. light: results may be copied in
     their place. Collective."""
-    if scheme.row is not auto.ROW:
+    if scheme.row is not AUTO:
         return schedule(scheme, comm, how.output), None
     width = records.shape[-1]
     copied = finished_copies.copied_bytes(records) if light else None
@@ -361,7 +361,7 @@ def schedule(scheme: Selection, comm: Communicator, output: str = "replicated") 
     """
     if scheme.row.module:
         return None
-    if scheme.row is auto.ROW:
+    if scheme.row is AUTO:
         return _fastest(scheme, comm, Payload(), None, output)[0]
     return _built(scheme, comm.size, communicators.node_groups(comm), _result(output))
 

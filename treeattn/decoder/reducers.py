@@ -18,7 +18,6 @@ Unless one is asked for, ranks take the first that all of them can have.
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
 
 from treeattn import communicators
 from treeattn.agreement import Agreement, collectively
@@ -28,9 +27,6 @@ from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import RestrictionError, SharingError, TransportError
-
-if TYPE_CHECKING:
-    from treeattn.collectives.executors.torch_messages import TorchMessages
 
 _BY_MPI = ("mpi", "cuda-mpi", "host")
 
@@ -184,20 +180,13 @@ def _compiled(executor: str | None, library: str, schedule: Schedule, reduction:
     alone = all(len(node) == 1 for node in nodes)
     if executor == "program" or (executor is None and alone):
         return by_messages()
-    between = _messages_of_torch() if library == "torch" else None
     try:
-        return slots.plan(reduction, schedule, nodes=nodes, oversubscribed=oversubscribed, messages=between)
+        return slots.plan(reduction, schedule, nodes=nodes, oversubscribed=oversubscribed)
     except SharingError as error:
         lacking = str(error)
         _cannot(executor, lacking, "'program'" if library == "mpi" else "'torch'")
         _warn(reduction.comm, f"ranks of a node send each other messages: no shared memory on {lacking}")
     return _instead(by_messages(), lacking)
-
-
-def _messages_of_torch() -> type[TorchMessages]:
-    from treeattn.collectives.executors.torch_messages import TorchMessages
-
-    return TorchMessages
 
 
 def _cannot(executor: str | None, lacking: str, other: str) -> None:

@@ -8,13 +8,16 @@ from typing import ClassVar
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape
 from treeattn.backends.device import Device
-from treeattn.collectives.catalog import DEVICES, Selection
+from treeattn.collectives import parameters
+from treeattn.collectives.catalog import DEVICES, Scheme, Selection
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import reproducible
 from treeattn.decoder.projection import Projection
 from treeattn.decoder.sight import Stated
-from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 
+#: The row of ``scheme="auto"``; `fastest` chooses what it is on the ranks of a job.
+AUTO = Scheme("auto", cost="the least of its candidates on a simulated cluster")
 #: The names that ``executor=`` takes: for ranks of MPI, the fastest first, and for those of process groups.
 MPI_EXECUTORS = ("slots", "program", "mpi")
 EXECUTORS = (*MPI_EXECUTORS, "torch")
@@ -83,6 +86,17 @@ class Reduction:
     def of(cls, scheme: str | Schedule | Reduction) -> Reduction:
         """What ``scheme=`` was given, as a `Reduction`."""
         return scheme if isinstance(scheme, Reduction) else cls(scheme)
+
+
+def auto_selection(scheme: str) -> Selection | None:
+    """What ``auto`` asks for; None for any other scheme. Raises `ScheduleError` for other parameters."""
+    name, *assignments = parameters.split(scheme)
+    if name.strip() != AUTO.name:
+        return None
+    given = dict(assignment.partition("=")[::2] for assignment in assignments)
+    if set(given) - {"cluster"} or not all(given.values()):
+        raise ScheduleError(f"{scheme!r}: auto takes cluster=NAME or cluster=FILE.toml alone")
+    return Selection(AUTO, tuple(given.items()), scheme)
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,12 +86,7 @@ def calibrate(
     drift = float(np.median([np.median(of[-1]) / np.median(of[0]) for of in samples.values()]))
     fitted = fit(shape, places, bench.record_bytes, medians)
     cluster = _kept(fitted.cluster)
-    cluster = structs.replace(
-        cluster,
-        memory=reading,
-        assumed=(),
-        drift=round(abs(math.log(drift)), 3),
-    )
+    cluster = structs.replace(cluster, memory=reading, errors={}, drift=round(abs(math.log(drift)), 3))
     seconds, loads = time.perf_counter() - began, (load, os.getloadavg()[0])
     return Calibration(cluster, places, fitted.residuals, fitted.left_out, drift, loads, hosts, seconds)
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from treeattn import communicators, launch, mpi_library
 from treeattn.backends.cpu import compile
-from treeattn.collectives.runtime import process
-from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.collectives.runtime.communicator import MpiCommunicator, kernel
 
 if TYPE_CHECKING:
     from treeattn.study.compare.clock import Clock
@@ -75,7 +74,7 @@ def placement(comm: MpiCommunicator) -> list[dict[str, Any]]:
         "cpu": cpu_name(),
         "cores": len(cores),
     }
-    everyone = comm.allgather((mine, process.kernel(), cores))
+    everyone = comm.allgather((mine, kernel(), cores))
     return [entry | _machine(name, everyone) for entry, name, _ in everyone]
 
 

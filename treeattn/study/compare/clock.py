@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from treeattn.collectives.runtime import process
-from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.collectives.runtime.communicator import MpiCommunicator, kernel
 
 ROUND_TRIPS = 30
 
@@ -105,4 +104,4 @@ def _identity() -> str:
         namespace = os.readlink("/proc/self/ns/time")
     except OSError:  # a kernel older than time namespaces
         namespace = "none"
-    return f"{process.kernel()} {namespace}"
+    return f"{kernel()} {namespace}"

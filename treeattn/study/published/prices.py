@@ -114,7 +114,7 @@ class Prices:
         if sizes:
             widths = [("group", max(sizes.values()), 0.0), ("network", len(sizes), of["leave"])]
         bandwidth = 1e-3 / math.exp(state["bytes"] + of["sent"])
-        tiers = [Tier("node", 1, 0.0, 0.0, 0.0, bandwidth, assumed=_OF_NODE)]
+        tiers = [Tier("node", 1, 0.0, 0.0, 0.0, bandwidth, errors=dict.fromkeys(_OF_NODE))]
         for name, joins, more in widths:
             latencies = math.exp(state["latency"] + of["round"]) * classes * (1 + more)
             overhead = _OVERHEAD * float(latencies[0])
@@ -123,7 +123,9 @@ class Prices:
                 Protocol(f"from-{size}", size, latency) for size, latency in zip(STEPS, rest, strict=True)
             )
             prices = first, overhead, 0.0, bandwidth
-            tiers.append(Tier(name, joins, *prices, protocols=protocols, assumed=("overhead", "gap")))
+            tiers.append(
+                Tier(name, joins, *prices, protocols=protocols, errors={"overhead": None, "gap": None})
+            )
         call = math.exp(state["calls"] + of["call"])
         merging = 1e-3 / math.exp(state["bytes"] + of["merged"])
         about = f"{run.system} as PICO's run {run.name} on {run.ranks} nodes found it, over {run.library}"
