@@ -58,12 +58,18 @@ class Scheme:
     rooted: bool = False
     result: Result = "replicated"
     fused: bool = False
-    kind: Literal["schedule", "library", "baseline"] = "schedule"
     description: str = ""
     module: str = ""
     compiled: bool = False
     transports: tuple[str, ...] = tuple(DEVICES)
     elsewhere: str = ""
+
+    @property
+    def kind(self) -> Literal["schedule", "library", "baseline"]:
+        """What it is, by who plans it."""
+        if not self.module:
+            return "schedule"
+        return "library" if self.module.startswith("treeattn.collectives.") else "baseline"
 
     @property
     def scattered(self) -> bool:
@@ -221,7 +227,6 @@ CATALOG: dict[str, Scheme] = {
         Scheme(
             "mpi_allreduce",
             cost="the library's",
-            kind="library",
             description="whatever the library chooses for this size and machine",
             module="treeattn.collectives.libraries.mpi_allreduce",
             compiled=True,
@@ -236,7 +241,6 @@ CATALOG: dict[str, Scheme] = {
             ),
             cost="the library's, of n/(d+2) bytes and then of n",
             restriction="device='cuda' only",
-            kind="library",
             description="NCCL's all-reduce of maxima, then of rescaled records: GPUs only; sums, not merges",
             module="treeattn.collectives.libraries.nccl_allreduce",
             transports=("nccl",),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise, zip_longest
+from itertools import groupby, pairwise, zip_longest
 from typing import NamedTuple
 
 from treeattn.collectives.schedule import Round, Schedule, Transfer, refuse_above_limit
@@ -58,6 +58,13 @@ def on_chunks(rounds: Iterable[Round], first: int, width: int = 1) -> tuple[Roun
 def with_chunks(rounds: Iterable[Round], count: int) -> tuple[Round, ...]:
     """Rounds of one chunk, made to move the chunks ``0 .. count - 1`` instead."""
     return tuple(tuple(t._replace(chunks=range(count)) for t in round_) for round_ in rounds)
+
+
+def runs_of(chunks: Iterable[int]) -> Iterator[range]:
+    """The chunks, in whatever order, as the longest ranges of neighbours."""
+    for _, run in groupby(enumerate(sorted(chunks)), key=lambda place: place[1] - place[0]):
+        neighbours = [chunk for _, chunk in run]
+        yield range(neighbours[0], neighbours[-1] + 1)
 
 
 def reversed_as_copies(rounds: Sequence[Round]) -> tuple[Round, ...]:

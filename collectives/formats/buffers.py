@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, field
 from typing import NamedTuple, NoReturn, TypeAlias
 
-from treeattn.collectives.formats.order import Order
-from treeattn.collectives.formats.rounds import Message, Rounds
+from treeattn.collectives.formats.rounds import Message, Order, Rounds
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.errors import ScheduleError
 

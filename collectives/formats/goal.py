@@ -12,8 +12,7 @@ import re
 from collections import defaultdict
 from typing import NamedTuple
 
-from treeattn.collectives.formats.order import Order
-from treeattn.collectives.formats.rounds import Message, Rounds
+from treeattn.collectives.formats.rounds import Message, Order, Rounds
 from treeattn.collectives.parameters import RANK_LIMIT
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ScheduleError

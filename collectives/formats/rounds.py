@@ -1,4 +1,5 @@
-"""Messages that are ordered by what they carry, as rounds.
+"""What comes before what: operations that wait for one another, and messages, ordered by what they carry, as
+rounds.
 
 What a rank holds of a chunk goes through versions: its own contribution is version 0, and each time it takes
 in what has reached it there is the next. A message carries one version. In a `Schedule` all transfers of a
@@ -9,10 +10,41 @@ the round that makes the next.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
 
+from treeattn.collectives.combinators import runs_of
 from treeattn.collectives.schedule import Result, Schedule, Transfer
 from treeattn.errors import ScheduleError
+
+#: An order keeps a bit for each pair of operations: 128 MB at the limit.
+OPERATION_LIMIT = 1 << 15
+
+
+class Order:
+    """`after[n]` are the operations that operation n waits for, `named[n]` how an error calls it.
+
+    Raises `ScheduleError` for operations that wait for each other.
+    """
+
+    def __init__(self, after: Sequence[Sequence[int]], named: Sequence[str]) -> None:
+        if len(after) > OPERATION_LIMIT:
+            raise ScheduleError(f"{len(after)} operations, the limit is {OPERATION_LIMIT}")
+        self.named = named
+        try:
+            self.sorted = list(TopologicalSorter(dict(enumerate(after))).static_order())
+        except CycleError as error:
+            cycle = ", ".join(named[number] for number in error.args[1][1:4])
+            raise ScheduleError(f"deadlock: {cycle} wait for each other") from None
+        self._before = [0] * len(after)
+        for number in self.sorted:
+            for earlier in after[number]:
+                self._before[number] |= self._before[earlier] | 1 << earlier
+
+    def before(self, first: int, second: int) -> bool:
+        """Whether `first` is always done when `second` begins."""
+        return bool(self._before[second] >> first & 1)
 
 
 @dataclass(eq=False)
@@ -76,7 +108,7 @@ class Rounds:
             tuple(
                 Transfer(src, dst, run, merge)
                 for (_, src, dst, merge), numbers in rounds[number].items()
-                for run in _runs(numbers)
+                for run in runs_of(numbers)
             )
             for number in sorted(rounds)
         )
@@ -95,13 +127,3 @@ class Rounds:
                             "each other, which no rounds can say"
                         )
                     waiting.append(other)
-
-
-def _runs(numbers: list[int]) -> list[range]:
-    runs: list[range] = []
-    for number in sorted(numbers):
-        if runs and runs[-1].stop == number:
-            runs[-1] = range(runs[-1].start, number + 1)
-        else:
-            runs.append(range(number, number + 1))
-    return runs

@@ -10,7 +10,7 @@ import functools
 import os
 import warnings
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.memory import Array, Message, Stream
@@ -21,48 +21,6 @@ if TYPE_CHECKING:
 
 #: NCCL's own variable: whether several ranks may have one GPU; and the first version that knows it.
 _SHARING, _SHARING_SINCE = "NCCL_MULTI_RANK_GPU_ENABLE", (2, 30)
-
-
-class NcclCommunicator(Protocol):
-    """Ranks that exchange float32 arrays. All calls but the last three are queued, not waited for."""
-
-    #: Of this process, of how many.
-    rank: int
-    size: int
-
-    def group_start(self) -> None:
-        """What follows, up to `group_end`, happens at the same time."""
-
-    def group_end(self) -> None:
-        """Queue the group."""
-
-    def send(self, array: Array, peer: int) -> None:
-        """To the next `receive` of `peer` from this rank; waits for it, unless in a group."""
-
-    def receive(self, array: Array, peer: int) -> None:
-        """As much as `array` holds, from `peer`."""
-
-    def all_reduce(self, array: Array, operation: Literal["max", "sum"]) -> None:
-        """Every element over all ranks, in place."""
-
-    def check(self) -> None:
-        """Raise `TransportError` where NCCL has found out that something broke meanwhile."""
-
-    def close(self) -> None:
-        """Collective. It waits for ever while a graph lives that holds the communicator."""
-
-    def abort(self) -> None:
-        """Leave without the others. It waits for graphs as `close` does."""
-
-
-def exchange(communicator: NcclCommunicator, receives: Iterable[Message], sends: Iterable[Message]) -> None:
-    """Queue messages of (array, peer) as one group: they all travel at once."""
-    communicator.group_start()
-    for array, peer in receives:
-        communicator.receive(array, peer)
-    for array, peer in sends:
-        communicator.send(array, peer)
-    communicator.group_end()
 
 
 @functools.cache
@@ -112,7 +70,9 @@ def _library() -> Any:
     return nccl
 
 
-class _Communicator:
+class NcclCommunicator:
+    """Ranks that exchange float32 arrays. All calls but the last three are queued, not waited for."""
+
     def __init__(self, comm: communicator.Communicator, stream: Stream) -> None:
         """The ranks of `comm`, each with the GPU that is current. Collective.
 
@@ -145,18 +105,23 @@ class _Communicator:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._communicator))
 
     def group_start(self) -> None:
+        """What follows, up to `group_end`, happens at the same time."""
         self._nccl.groupStart()
 
     def group_end(self) -> None:
+        """Queue the group."""
         self._nccl.groupEnd()
 
     def send(self, array: Array, peer: int) -> None:
+        """To the next `receive` of `peer` from this rank; waits for it, unless in a group."""
         self._communicator.send(*self._elements(array), peer, self._stream.stream)
 
     def receive(self, array: Array, peer: int) -> None:
+        """As much as `array` holds, from `peer`."""
         self._communicator.recv(*self._elements(array), peer, self._stream.stream)
 
     def all_reduce(self, array: Array, operation: Literal["max", "sum"]) -> None:
+        """Every element over all ranks, in place."""
         elements, code = self._elements(array), self._operations[operation]
         self._communicator.allReduce(elements[0], *elements, code, self._stream.stream)
 
@@ -165,16 +130,29 @@ class _Communicator:
         return self._stream.address(array), array.size, self._nccl.NCCL_FLOAT32
 
     def check(self) -> None:
+        """Raise `TransportError` where NCCL has found out that something broke meanwhile."""
         try:
             self._communicator.check_async_error()
         except RuntimeError as error:
             raise PeerError(f"NCCL broke off: {error}; NCCL_DEBUG=INFO tells more") from error
 
     def close(self) -> None:
+        """Collective. It waits for ever while a graph lives that holds the communicator."""
         self._communicator.destroy()
 
     def abort(self) -> None:
+        """Leave without the others. It waits for graphs as `close` does."""
         self._communicator.abort()
 
 
-connect = _Communicator
+connect = NcclCommunicator
+
+
+def exchange(communicator: NcclCommunicator, receives: Iterable[Message], sends: Iterable[Message]) -> None:
+    """Queue messages of (array, peer) as one group: they all travel at once."""
+    communicator.group_start()
+    for array, peer in receives:
+        communicator.receive(array, peer)
+    for array, peer in sends:
+        communicator.send(array, peer)
+    communicator.group_end()

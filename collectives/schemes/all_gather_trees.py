@@ -19,9 +19,9 @@ arXiv:2506.20252 (2025), with room for all chunks; NCCL's PAT. Both halves toget
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from treeattn.collectives.combinators import reversed_as_copies, then
+from treeattn.collectives.combinators import reversed_as_copies, runs_of, then
 from treeattn.collectives.schedule import Schedule, Transfer, refuse_above_limit
 
 
@@ -55,16 +55,4 @@ def _sent(rank: int, distance: int, place: Sequence[int]) -> Iterator[range]:
     if size % period == 0:  # all chunks of one remainder, of which the smallest stands first
         first = place[(rank - distance) % period]
         return iter([range(first, first + size // period)])
-    return _runs(place[(rank - beyond) % size] for beyond in range(distance, size, period))
-
-
-def _runs(chunks: Iterable[int]) -> Iterator[range]:
-    """The chunks as the longest ranges of neighbours."""
-    ordered = sorted(chunks)
-    first = last = ordered[0]
-    for chunk in ordered[1:]:
-        if chunk != last + 1:
-            yield range(first, last + 1)
-            first = chunk
-        last = chunk
-    yield range(first, last + 1)
+    return runs_of(place[(rank - beyond) % size] for beyond in range(distance, size, period))

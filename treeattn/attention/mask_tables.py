@@ -12,6 +12,7 @@ from numpy.typing import ArrayLike
 
 from treeattn.attention.mask import Rules
 from treeattn.attention.positions import MAX_POSITION, Runs
+from treeattn.attention.shape import read_lengths
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 
@@ -130,16 +131,7 @@ class MaskTables:
                 for row, count in enumerate(counts):
                     self._begins[row] = count
                 return self.draft_begins
-        if lengths.shape != self.draft_begins.shape or lengths.dtype.kind not in "iu":
-            raise ArgumentError(
-                f"lengths must be whole numbers of shape {list(self.draft_begins.shape)} (one per sequence), "
-                f"not {lengths.dtype} of shape {list(lengths.shape)}"
-            )
-        if (lengths < self.drafts).any() or (lengths > tokens).any():
-            raise ArgumentError(
-                f"lengths {lengths.tolist()} must lie between {self.drafts} (the draft tokens) and the "
-                f"shard's {tokens} tokens"
-            )
+        lengths = read_lengths(lengths, len(self.draft_begins), tokens, self.drafts)
         np.subtract(lengths, self.drafts, out=self.draft_begins, casting="unsafe")
         return self.draft_begins
 

@@ -195,17 +195,7 @@ class Shape:
 
     def check_lengths(self, lengths: ArrayLike, tokens: int) -> Array:
         """`lengths` as int64 [batch], each between 0 and `tokens`. Raises `ArgumentError`."""
-        lengths = np.asarray(lengths)
-        if lengths.shape != (self.batch,) or lengths.dtype.kind not in "iu":
-            raise ArgumentError(
-                f"lengths must be whole numbers of shape [{self.batch}] (one per sequence), "
-                f"not {lengths.dtype} of shape {list(lengths.shape)}"
-            )
-        if (lengths < 0).any() or (lengths > tokens).any():
-            raise ArgumentError(
-                f"lengths {lengths.tolist()} must lie between 0 and the shard's {tokens} tokens"
-            )
-        return np.ascontiguousarray(lengths, np.int64)
+        return np.ascontiguousarray(read_lengths(lengths, self.batch, tokens), np.int64)
 
     def _check_elements(self, name: str, array: Array, dtype: str) -> None:
         if array.dtype != CACHE_DTYPES[dtype] and str(array.dtype) != bits_of(dtype):
@@ -224,6 +214,22 @@ def check_number(name: str, value: object, least: int = 1) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
         wanted = "a positive whole number" if least == 1 else f"a whole number from {least} on"
         raise ArgumentError(f"{name} must be {wanted}, not {value!r:.60}")
+
+
+def read_lengths(lengths: ArrayLike, batch: int, tokens: int, drafts: int = 0) -> Array:
+    """Whole numbers [batch], each between `drafts` and `tokens`. Raises `ArgumentError`."""
+    lengths = np.asarray(lengths)
+    if lengths.shape != (batch,) or lengths.dtype.kind not in "iu":
+        raise ArgumentError(
+            f"lengths must be whole numbers of shape [{batch}] (one per sequence), not {lengths.dtype} of "
+            f"shape {list(lengths.shape)}"
+        )
+    if (lengths < drafts).any() or (lengths > tokens).any():
+        least = f"{drafts} (the draft tokens)" if drafts else "0"
+        raise ArgumentError(
+            f"lengths {lengths.tolist()} must lie between {least} and the shard's {tokens} tokens"
+        )
+    return lengths
 
 
 def read_scales(name: str, given: ArrayLike | None) -> float | tuple[float, ...] | None:

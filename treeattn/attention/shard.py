@@ -69,12 +69,7 @@ class Shard:
             arrays.device_of("v", self.v)
             if self.v_dim is not None:
                 raise ArgumentError("v_dim takes the values out of k: pass v=None, or leave v_dim out")
-        _check_dtype(self.dtype)
-        if self.v_dim is not None:
-            check_number("v_dim", self.v_dim)
-        for name in ("k_scale", "v_scale"):
-            object.__setattr__(self, name, read_scales(name, getattr(self, name)))
-        object.__setattr__(self, "positions", _positions(self.positions))
+        _read(self, "v_dim")
 
     @classmethod
     def of(cls, k: AnyArray | Shard, v: AnyArray | None = None, lengths: ArrayLike | None = None) -> Shard:
@@ -135,21 +130,21 @@ class CacheFormat:
     positions: Positions | None = None
 
     def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
-        for name in ("v_dim", "page_size"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name))
-        for name in ("k_scale", "v_scale"):
-            object.__setattr__(self, name, read_scales(name, getattr(self, name)))
-        object.__setattr__(self, "positions", _positions(self.positions))
+        _read(self, "v_dim", "page_size")
 
 
-def _check_dtype(dtype: object) -> None:
-    if dtype is not None and dtype not in CACHE_DTYPES:
-        raise ArgumentError(f"dtype {dtype!r:.60} is not supported: use one of {', '.join(CACHE_DTYPES)}")
-
-
-def _positions(given: Positions | None) -> Layout | Runs | None:
-    if given is None or isinstance(given, Layout):
-        return given
-    return parse_layout(given) if isinstance(given, str) else as_runs(given)
+def _read(given: Shard | CacheFormat, *numbers: str) -> None:
+    """Check what both have, and give scales and positions their one form."""
+    if given.dtype is not None and given.dtype not in CACHE_DTYPES:
+        raise ArgumentError(
+            f"dtype {given.dtype!r:.60} is not supported: use one of {', '.join(CACHE_DTYPES)}"
+        )
+    for name in numbers:
+        if getattr(given, name) is not None:
+            check_number(name, getattr(given, name))
+    for name in ("k_scale", "v_scale"):
+        object.__setattr__(given, name, read_scales(name, getattr(given, name)))
+    positions = parse_layout(given.positions) if isinstance(given.positions, str) else given.positions
+    if positions is not None and not isinstance(positions, Layout):
+        positions = as_runs(positions)
+    object.__setattr__(given, "positions", positions)

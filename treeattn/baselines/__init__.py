@@ -20,7 +20,6 @@ def _baseline(name: str, description: str, cost: str, *parameters: Parameter, **
         name,
         parameters,
         cost,
-        kind="baseline",
         description=description,
         module=f"treeattn.baselines.{name}",
         transports=("mpi",),

@@ -17,8 +17,7 @@ from treeattn import files
 from treeattn.agreement import Agreement, collectively
 from treeattn.cache.index import NAME, Index, read_index
 from treeattn.cache.parts import GLOB, UNFINISHED, read_rows, write_part
-from treeattn.cache.placement import Reach
-from treeattn.cache.plan import Plan
+from treeattn.cache.placement import Plan, Reach
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError, BackendError, TreeattnError
 

@@ -17,8 +17,7 @@ from treeattn.agreement import Agreement
 from treeattn.attention.positions import Runs
 from treeattn.attention.shape import check_number
 from treeattn.attention.shard import CacheFormat, Shard
-from treeattn.cache.placement import Reach, Write, ordered, whole_numbers
-from treeattn.cache.plan import Plan
+from treeattn.cache.placement import Plan, Reach, Write, ordered, whole_numbers
 from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.runtime.memory import HOST
 from treeattn.errors import ArgumentError

@@ -13,13 +13,13 @@ memory, at no size.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import groupby
 
 import numpy as np
 
 from treeattn import bins, communicators
 from treeattn.attention.shape import Shape
 from treeattn.backends import cpu
+from treeattn.collectives.combinators import runs_of
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
@@ -152,6 +152,4 @@ def _finished(schedule: Schedule, rank: int) -> Iterator[range]:
             if t.dst == rank:
                 overwritten |= set(t.chunks)
     looked_at |= set(schedule.promised(rank)) - overwritten
-    for _, run in groupby(enumerate(sorted(looked_at)), key=lambda chunk: chunk[1] - chunk[0]):
-        chunks = [chunk for _, chunk in run]
-        yield range(chunks[0], chunks[-1] + 1)
+    return runs_of(looked_at)

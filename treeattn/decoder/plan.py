@@ -278,7 +278,7 @@ def _routed(request: Request, buffers: Buffers, reduction: ReductionSpec) -> _Ro
     any_order, device = request.reproducible is not None, request.device.name
     chosen = reducers.choose(device, how.transport, row, comm.size, comm.library, any_order=any_order)
     light = any_order and how.groups == 1
-    rounds, why = _rounds(request.scheme, how, comm, buffers.wire, buffers.group, chosen, light)
+    rounds, why = _rounds(request.scheme, how, reduction, chosen, light)
     reducer: Reducer
     finish = None
     if row.fused:
@@ -321,27 +321,21 @@ def plan_reducer(
     """
     chosen = reducers.choose(device.name, how.transport, scheme.row, comm.size, comm.library)
     reduction = ReductionSpec(comm, operator, buffer, 1, device.memory)
-    rounds, _ = _rounds(scheme, how, comm, buffer, 1, chosen)
+    rounds, _ = _rounds(scheme, how, reduction, chosen)
     return reducers.plan(chosen, scheme, rounds, reduction, how.executor)
 
 
 def _rounds(
-    scheme: Selection,
-    how: Reduction,
-    comm: Communicator,
-    records: Array,
-    group: int,
-    transport: str,
-    light: bool = False,
+    scheme: Selection, how: Reduction, reduction: ReductionSpec, transport: str, light: bool = False
 ) -> tuple[Schedule | None, str | None]:
-    """The schedule for such records [.., width], and why it is that one. light: results may be copied in
-    their place. Collective."""
+    """The schedule for such records, and why it is that one. light: results may be copied in their place.
+    Collective."""
     if scheme.row is not AUTO:
-        return schedule(scheme, comm, how.output), None
-    width = records.shape[-1]
+        return schedule(scheme, reduction.comm, how.output), None
+    records, width = reduction.buffer, reduction.operator.width
     copied = finished_copies.copied_bytes(records) if light else None
-    payload = Payload(records.size // width, width * records.itemsize, group, copied)
-    return _fastest(scheme, comm, payload, executor_over(transport, how.executor), how.output)
+    payload = Payload(records.size // width, width * records.itemsize, reduction.granularity, copied)
+    return _fastest(scheme, reduction.comm, payload, executor_over(transport, how.executor), how.output)
 
 
 def _fastest(

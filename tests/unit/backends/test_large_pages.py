@@ -8,13 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from treeattn.backends.cpu import large_pages
-from treeattn.backends.cpu.large_pages import LargePages
+from treeattn.backends.cpu import device
+from treeattn.backends.cpu.device import LargePages
 
 
 def test_copies_are_their_arrays_and_no_bytes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where one takes more than a piece, or nothing."""
-    monkeypatch.setattr(large_pages, "_PIECE", 4096)
+    monkeypatch.setattr(device, "_PIECE", 4096)
     rng, pages = np.random.default_rng(0), LargePages()
     shapes = [(0, 7), (3, 5), (1, 1), (100, 30), (7, 0), *map(tuple, rng.integers(1, 40, (30, 2)))]
     dtypes = [np.float32, np.int8, ml_dtypes.bfloat16]

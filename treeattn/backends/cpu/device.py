@@ -18,7 +18,6 @@ from treeattn.attention.shape import Shape, as_tensor, bits_of
 from treeattn.backends.cpu import arguments, compile
 from treeattn.backends.cpu.attention import PlannedAttention, check_environment
 from treeattn.backends.cpu.int8_rows import Int8Rows
-from treeattn.backends.cpu.large_pages import LargePages
 from treeattn.backends.cpu.multiply_rows import PlannedProduct
 from treeattn.backends.cpu.records import MergeOperator, planned_finish, planned_pack, planned_scale
 from treeattn.collectives.runtime.memory import HOST
@@ -27,6 +26,29 @@ from treeattn.partial import Array
 
 if TYPE_CHECKING:
     from treeattn.backends.device import Attention, WholeStep
+
+
+_PIECE = 64 << 20  # bytes asked for at once: small matrices share pages
+_LINE = 64
+
+
+class LargePages:
+    """Where arrays are put one behind the other; they keep the memory alive. With small pages prefetchers
+    stop every 4 KiB, and matrices are read half as fast."""
+
+    def __init__(self) -> None:
+        self._rest: Array = np.empty(0, np.uint8)
+
+    def put(self, array: Array) -> Array:
+        """A copy of an array, C-contiguous, which begins with a line of memory."""
+        if array.nbytes + _LINE > len(self._rest):
+            self._rest = HOST.large((max(_PIECE, array.nbytes + _LINE),), np.uint8)
+        begin = -self._rest.ctypes.data % _LINE
+        end = begin + array.nbytes
+        copy = self._rest[begin:end].view(array.dtype).reshape(array.shape)
+        copy[...] = array
+        self._rest = self._rest[end:]
+        return copy
 
 
 class Cpu:
