@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 from treeattn.collectives import program
 from treeattn.collectives.executors.lowering import (
     Addresses,
+    Regions,
     StepStruct,
     landing_records,
     lower,
     messages_over,
 )
-from treeattn.collectives.program import LANDING, OWN, Planned, Region
-from treeattn.collectives.runtime.memory import HOST, Array
+from treeattn.collectives.program import Planned
+from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.operator import NativeOperator, Operator
 from treeattn.collectives.runtime.reducer import NativeStep, ReductionSpec
 from treeattn.collectives.runtime.reducer import Reducer as BaseReducer
@@ -99,15 +100,9 @@ class Reducer(BaseReducer):
     def _bind(self, spec: ReductionSpec, planned: Planned, waiting: _Waiting) -> None:
         operator: NativeOperator = spec.operator
         landing = HOST.empty((landing_records(self._program), operator.width), planned.records.dtype)
-        arrays = {OWN: planned.records, LANDING: landing}
-
-        def array(region: Region) -> Array:
-            return arrays[region.buffer][region.first : region.stop]
-
+        regions = Regions(planned.records, landing)
         for number, instructions in self._program.by_round():
-            sends, receives = program.messages(instructions)
-            arriving = [(array(message.into), message.peer) for message in receives]
-            self._messages.add(number, arriving, [(array(message.source), message.peer) for message in sends])
+            self._messages.add(number, *regions.messages(instructions))
         addresses = planned.records.ctypes.data, landing.ctypes.data
         self._lowered = lower(
             self._program,
@@ -124,7 +119,7 @@ class Reducer(BaseReducer):
             width=operator.width,
             **self._messages.fields(),
         )
-        self._owned, self._native = arrays, native.run_step
+        self._owned, self._native = regions, native.run_step
         run_step = ctypes.CFUNCTYPE(ctypes.c_int64)(native.run_step)
         poll = functools.partial(run_step, ctypes.byref(self._struct), _POLL_ONCE)
         self._poll = self._messages.polled(poll)

@@ -11,36 +11,24 @@ from functools import partial
 from typing import NamedTuple
 
 from treeattn.collectives import program
-from treeattn.collectives.executors.lowering import messages_over
-from treeattn.collectives.program import LANDING, OWN, Copy, Fold, Instruction, Planned, Region
-from treeattn.collectives.runtime.memory import Array, Memory, Message
+from treeattn.collectives.executors.lowering import Regions, messages_over
+from treeattn.collectives.program import Copy, Fold, Instruction, Planned, Region
+from treeattn.collectives.runtime.memory import Memory
 from treeattn.collectives.runtime.operator import ManyOperator, Operator
 from treeattn.collectives.runtime.reducer import Reducer as BaseReducer
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.collectives.schedule import Schedule
 
 
-class Interpreter:
-    """Programs without slots, instruction by instruction: regions as arrays, copies and folds as calls."""
+class Interpreter(Regions):
+    """Programs without slots, instruction by instruction: copies and folds as calls."""
 
-    def __init__(self, spec: ReductionSpec, planned: Planned, landing: int | None = None) -> None:
-        """landing: records of the landing place, where it is to have more than the program's."""
+    def __init__(self, spec: ReductionSpec, planned: Planned) -> None:
         operator: Operator = spec.operator
         memory: Memory = spec.memory
         self._operator, self._copy = operator, memory.copy
-        shape = planned.program.landing if landing is None else landing, operator.width
-        self.landing = memory.empty(shape, planned.records.dtype)
-        self._buffers = {OWN: planned.records, LANDING: self.landing}
-
-    def array(self, region: Region) -> Array:
-        """The records of a region: [records, width]."""
-        return self._buffers[region.buffer][region.first : region.stop]
-
-    def messages(self, instructions: Iterable[Instruction]) -> tuple[list[Message], list[Message]]:
-        """The messages of a round as (array, peer): what arrives, and what leaves."""
-        sends, receives = program.messages(instructions)
-        arriving = [(self.array(message.into), message.peer) for message in receives]
-        return arriving, [(self.array(message.source), message.peer) for message in sends]
+        shape = planned.program.landing, operator.width
+        super().__init__(planned.records, memory.empty(shape, planned.records.dtype))
 
     def calls(self, instructions: Iterable[Instruction]) -> list[Callable[[], object]]:
         """The copies and folds among `instructions` as calls of the memory and of the operator."""

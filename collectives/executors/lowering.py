@@ -1,5 +1,5 @@
 """A program lowered to the instructions that `kernels/cpu/step.c` runs: addresses in place of regions. And
-the messages of a program, as executors plan and start them, from C or from Python.
+what executors share: regions as arrays, and messages, started from C or from Python.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from treeattn.collectives.program import (
     Publish,
     Region,
     in_place,
+    messages,
 )
-from treeattn.collectives.runtime.memory import Message
+from treeattn.collectives.runtime.memory import Array, Message
 
 if TYPE_CHECKING:
     from treeattn.collectives.executors.slots import Slots
@@ -46,6 +47,23 @@ class StepStruct(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in ("length", "next", "number", "spins", "awake", "width")]
         + [(name, ctypes.c_int32) for name in ("any_source", "any_tag", "code", "result")]
     )
+
+
+class Regions:
+    """Own records and the landing place of a program as arrays [records, width]."""
+
+    def __init__(self, own: Array, landing: Array) -> None:
+        self._buffers = {OWN: own, LANDING: landing}
+
+    def array(self, region: Region) -> Array:
+        """The records of a region."""
+        return self._buffers[region.buffer][region.first : region.stop]
+
+    def messages(self, instructions: Iterable[Instruction]) -> tuple[list[Message], list[Message]]:
+        """The messages of a round as (array, peer): what arrives, and what leaves."""
+        sends, receives = messages(instructions)
+        arriving = [(self.array(message.into), message.peer) for message in receives]
+        return arriving, [(self.array(message.source), message.peer) for message in sends]
 
 
 class Requests(NamedTuple):

@@ -8,8 +8,8 @@ graph.
 from __future__ import annotations
 
 from treeattn.collectives import program
+from treeattn.collectives.executors.lowering import Regions
 from treeattn.collectives.executors.peer import Windows
-from treeattn.collectives.program import LANDING, OWN
 from treeattn.collectives.runtime import nccl
 from treeattn.collectives.runtime.cuda_graph import CudaGraphReducer
 from treeattn.collectives.runtime.memory import Stream
@@ -27,14 +27,10 @@ def plan(windows: Windows, communicator: nccl.NcclCommunicator, stream: Stream) 
     def queue() -> None:
         step = windows.step
         assert step is not None, "connect() comes first"
-        buffers = {OWN: planned.records, LANDING: step.landed}
+        regions = Regions(planned.records, step.landed)
         step()
         for part, (sends, receives) in enumerate(planned.program.exchanges, 1):
-            nccl.exchange(
-                communicator,
-                [(buffers[m.into.buffer][m.into.first : m.into.stop], m.peer) for m in receives],
-                [(planned.records[m.source.first : m.source.stop], m.peer) for m in sends],
-            )
+            nccl.exchange(communicator, *regions.messages([*sends, *receives]))
             step(part)
 
     peers = planned.program.message_peers
