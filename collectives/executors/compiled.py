@@ -93,7 +93,7 @@ class Reducer(BaseReducer):
         self.executor = "slots" if slots else "program"
         self.certificate, self.sent, self._program = planned.certificate, planned.sent, planned.program
         self.stream_ordered = not self._program.instructions
-        self._messages, self._slots = messages, slots
+        self.messages, self._slots = messages, slots
         self._ended = False
         self._bind(spec, planned, _OVERSUBSCRIBED if oversubscribed else _ALONE)
 
@@ -102,12 +102,12 @@ class Reducer(BaseReducer):
         landing = HOST.empty((landing_records(self._program), operator.width), planned.records.dtype)
         regions = Regions(planned.records, landing)
         for number, instructions in self._program.by_round():
-            self._messages.add(number, *regions.messages(instructions))
+            self.messages.add(number, *regions.messages(instructions))
         addresses = planned.records.ctypes.data, landing.ctypes.data
         self._lowered = lower(
             self._program,
             Addresses(*addresses, self._slots, planned.records[:1].nbytes),
-            self._messages.rounds,
+            self.messages.rounds,
         )
         native = operator.native_code()
         self._struct = StepStruct(
@@ -117,12 +117,12 @@ class Reducer(BaseReducer):
             number=1,
             **waiting._asdict(),
             width=operator.width,
-            **self._messages.fields(),
+            **self.messages.fields(),
         )
         self._owned, self._native = regions, native.run_step
         run_step = ctypes.CFUNCTYPE(ctypes.c_int64)(native.run_step)
         poll = functools.partial(run_step, ctypes.byref(self._struct), _POLL_ONCE)
-        self._poll = self._messages.polled(poll)
+        self._poll = self.messages.polled(poll)
         self._wait = functools.partial(run_step, ctypes.byref(self._struct), _POLL_INTERVAL)
         if self.stream_ordered:  # a rank alone
             self._poll = self._wait = functools.partial(int)  # 0: done
@@ -211,14 +211,8 @@ class Reducer(BaseReducer):
         assert number is not None
         if result == _OVERRUN:
             raise PeerError(f"{self.name}, round {number}: a slot was written twice before it was read")
-        raise self._messages.failure(number, self._struct.code)
+        raise self.messages.failure(number, self._struct.code)
 
     def _release(self) -> None:
-        self._messages.close()
+        self.messages.close()
         self._slots = None  # mapped for as long as it is known
-
-    def _abandon(self) -> None:
-        if not self.in_flight:
-            self._messages.free()
-
-    _at_exit = _abandon

@@ -126,9 +126,3 @@ class Reducer(BaseReducer):
 
     def _release(self) -> None:
         self.messages.close()
-
-    def _abandon(self) -> None:
-        if not self.in_flight:
-            self.messages.free()
-
-    _at_exit = _abandon

@@ -98,6 +98,8 @@ class Reducer(ABC):
     executor: str | None = None
     #: Why no faster executor runs it, in one line; None where the fastest does.
     fallback: str | None = None
+    #: What holds planned messages, which a library wants freed before its end; None where there are none.
+    messages: Any = None
     #: Whether a step is queued to a stream, or nothing at all: then it can be recorded.
     stream_ordered = False
     _number = 0  # of steps that were begun
@@ -137,11 +139,10 @@ class Reducer(ABC):
         """Go on with what `_begin` began, without waiting; whether `_complete` would wait for nobody."""
         return False
 
-    def _abandon(self) -> None:  # noqa: B027 - there may be nothing to do
+    def _abandon(self) -> None:
         """Local teardown after an error: must not communicate; a step may be `in_flight`."""
-
-    def _at_exit(self) -> None:  # noqa: B027 - there may be nothing to do
-        """Free what MPI_Finalize wants freed, where nobody closed this reducer."""
+        if self.messages is not None and not self.in_flight:
+            self.messages.free()
 
     @property
     def in_flight(self) -> bool:
@@ -288,7 +289,7 @@ os.register_at_fork(after_in_child=_forget)
 @atexit.register
 def _exit_all() -> None:
     for reducer in list(_living):
-        reducer._at_exit()
+        Reducer._abandon(reducer)
 
 
 # Reducers that an error left in the middle of a step: messages may still arrive in their memory.

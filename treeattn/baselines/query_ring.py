@@ -34,7 +34,7 @@ class QueryRing(Reducer):
     def __init__(self, reduction: ReductionSpec, shape: Shape, scale: float, records: Array) -> None:
         """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
         super().__init__("query_ring")
-        self._messages = PersistentRequests(reduction.comm)
+        self.messages = PersistentRequests(reduction.comm)
         self._rank, self._size = rank, size = reduction.comm.rank, reduction.comm.size
         cuts = [shape.kv_heads * s // size for s in range(size + 1)]
         # In the order of the hops: slice `rank` first, then those that arrive from the left.
@@ -64,12 +64,12 @@ class QueryRing(Reducer):
                 continue
             if hop:
                 arrived = np.empty_like(part)
-                self._incoming[hop] = self._messages.receive(arrived, left, hop - 1)
+                self._incoming[hop] = self.messages.receive(arrived, left, hop - 1)
                 self._merges[hop] = merge.planned_merge(
                     part.reshape(-1, merge.width), arrived.reshape(-1, merge.width)
                 )
             if hop < size - 1:
-                self._outgoing[hop] = self._messages.send(part, right, hop)
+                self._outgoing[hop] = self.messages.send(part, right, hop)
                 self.sent.append((right, part.nbytes))
 
     def _plan_gathering(self) -> None:
@@ -77,7 +77,7 @@ class QueryRing(Reducer):
         rank, size = self._rank, self._size
         whole = self._parts[-1]
         others = [r for r in range(size) if r != rank] if whole.size else []
-        self._gives = [self._messages.send(whole, r, size) for r in others]
+        self._gives = [self.messages.send(whole, r, size) for r in others]
         self.sent += [(r, whole.nbytes) for r in others]
         self._takes: list[MPI.Prequest] = []
         self._copies = [(self._records[:, self._heads[-1]], whole)]
@@ -86,7 +86,7 @@ class QueryRing(Reducer):
             if not place.size:
                 continue
             target = place if place.flags.c_contiguous else np.empty_like(place, order="C")
-            self._takes.append(self._messages.receive(target, (s - 1) % size, size))
+            self._takes.append(self.messages.receive(target, (s - 1) % size, size))
             if target is not place:
                 self._copies.append((place, target))
         self._receives = [request for request in self._incoming if request] + self._takes
@@ -138,13 +138,7 @@ class QueryRing(Reducer):
         self._taken = False
 
     def _release(self) -> None:
-        self._messages.close()
-
-    def _abandon(self) -> None:
-        if not self.in_flight:
-            self._messages.free()
-
-    _at_exit = _abandon
+        self.messages.close()
 
 
 plan = QueryRing

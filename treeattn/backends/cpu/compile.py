@@ -97,7 +97,7 @@ def loaded() -> tuple[ctypes.CDLL | None, str | None]:
 @contextlib.contextmanager
 def trying(chosen: tuned.Chosen) -> Iterator[None]:
     """Let `loaded` give kernels with these settings, whatever was tuned."""
-    _tried[:] = [tuned.flags(chosen)]
+    _tried[:] = [_defined(chosen)]
     try:
         yield
     finally:
@@ -109,18 +109,30 @@ _tried: list[tuple[str, ...]] = []
 
 def chosen_settings(isa: str) -> tuned.Chosen:
     """What was tuned for this processor; nothing: the defaults of the sources hold."""
-    return tuned.read(tuned.file(_chosen_folder(), isa, _processor("model name")))
+    path = _settings_file(_chosen_folder(), isa)
+    return tuned.read(path) if os.path.exists(path) else {}  # nor where its folder cannot be read
 
 
 def write_settings(isa: str, chosen: tuned.Chosen) -> Path:
     """Keep settings for processes that start from now on; returns the file. Those of the sources: nothing is
     to be kept. Raises `ArgumentError` where ``TREEATTN_CACHE`` cannot be written."""
-    path = tuned.file(_writable_folder(), isa, _processor("model name"))
+    path = _settings_file(_writable_folder(), isa)
     if chosen == default_settings(isa):
         path.unlink(missing_ok=True)
     else:
         path.write_text(json.dumps(chosen) + "\n", encoding="utf-8")
     return path
+
+
+def _settings_file(folder: Path, isa: str) -> Path:
+    """Of this processor: machines of different kinds can share a folder."""
+    processor = _processor("model name").encode()
+    return folder / f"tuned-{isa}-{hashlib.sha256(processor).hexdigest()[:16]}.json"
+
+
+def _defined(chosen: tuned.Chosen) -> tuple[str, ...]:
+    """Settings as the compiler takes them."""
+    return tuple(f"-D{name}={','.join(map(str, numbers))}" for name, numbers in chosen.items())
 
 
 def default_settings(isa: str) -> tuned.Chosen:
@@ -174,7 +186,7 @@ def library_path(isa: str, *tried: tuple[str, ...]) -> Path:
     the same cache folder compiled from the same sources serves too.
     """
     compiler, sources = _compiler(), _sources()
-    flags = *_FLAGS, *ISA_FLAGS[isa], *(tried[0] if tried else tuned.flags(chosen_settings(isa)))
+    flags = *_FLAGS, *ISA_FLAGS[isa], *(tried[0] if tried else _defined(chosen_settings(isa)))
     stem = f"kernels-{isa}-{_digest(platform.machine(), platform.system(), *flags, sources)}"
     try:
         version = _run([*compiler, "--version"])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,15 +18,8 @@ TYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 Chosen = Mapping[str, list[int]]
 
 
-def file(folder: Path, isa: str, processor: str) -> Path:
-    """Where the choice for a processor is; machines of different kinds can share a folder."""
-    return folder / f"tuned-{isa}-{hashlib.sha256(processor.encode()).hexdigest()[:16]}.json"
-
-
 def read(path: Path) -> Chosen:
-    """A choice that was written; nothing where there is none. Raises `BackendError` for any other content."""
-    if not os.path.exists(path):  # nor where its folder cannot be read
-        return {}
+    """A choice that was written. Raises `BackendError` for any other content."""
     try:
         chosen = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -45,8 +36,3 @@ def read(path: Path) -> Chosen:
             f"{path}: is not what treeattn roofline --tune writes: delete it, or run that again"
         )
     return chosen
-
-
-def flags(chosen: Chosen) -> tuple[str, ...]:
-    """For the compiler."""
-    return tuple(f"-D{name}={','.join(map(str, numbers))}" for name, numbers in chosen.items())
