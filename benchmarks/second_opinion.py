@@ -29,7 +29,7 @@ from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement, block, node_groups
 from treeattn.collectives.clusters.simulate import Simulation, simulate
-from treeattn.collectives.traffic import Payload, messages
+from treeattn.collectives.traffic import Payload
 from treeattn.study import environment
 
 # Of our time: how far apart they may be where no message waits for a port, and elsewhere.
@@ -136,7 +136,7 @@ def trace(schedule: Schedule, cluster: Cluster, places: Placement, payload: Payl
     """Lines of each rank, as `smpirun -replay` reads them."""
     executor = cluster.executors[cluster.executor]
     lines: list[list[str]] = [["init", f"compute {executor.call:.9g}"] for _ in places]
-    for _, in_round in groupby(messages(schedule, payload.records, payload.group), key=attrgetter("round")):
+    for _, in_round in groupby(schedule.traffic(payload.records, payload.group), key=attrgetter("round")):
         sends, merges, receives = (defaultdict[int, list[str]](list) for _ in range(3))
         for tag, message in enumerate(in_round):
             size = message.records * payload.record_bytes

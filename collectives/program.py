@@ -24,7 +24,6 @@ from functools import lru_cache
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from treeattn.collectives import traffic
 from treeattn.collectives.check import Certificate, Proof, prove
 from treeattn.collectives.check import Fold as FoldOrder
 from treeattn.collectives.schedule import Part, Round, Schedule, Transfer
@@ -250,7 +249,7 @@ def _planned(
 ) -> tuple[Program, Certificate, tuple[tuple[int, int], ...], bool]:
     """Program, proof, (destination, records) of what the rank sends, and whether transfers are exclusive."""
     proof = prove(schedule)
-    rounds, every = schedule.rounds_of(part), traffic.messages(schedule, count, granularity)
+    rounds, every = schedule.rounds_of(part), schedule.traffic(count, granularity)
     own = [each for each in every if each.src == rank and each.round + 1 in rounds]
     made = plan(schedule, proof, rank, count, granularity=granularity, node=node, part=part)
     sent = tuple((each.dst, each.records) for each in own)

@@ -11,6 +11,7 @@ MSCCLang (Cowan et al., ASPLOS 2023) and of GOAL (Hoefler et al., 2009).
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -50,6 +51,16 @@ class Transfer(NamedTuple):
     def arrow(self) -> str:
         """``3->1`` for a merge, ``3=>1`` for a copy, ``3'->1`` for what 3 has gathered without its own."""
         return f"{self.src}{'' if self.inclusive else chr(39)}{'->' if self.merge else '=>'}{self.dst}"
+
+
+class Message(NamedTuple):
+    """In `round`, counted from 0, rank `src` sends `records` records to `dst`, which merges or keeps them."""
+
+    round: int
+    src: int
+    dst: int
+    records: int
+    merge: bool
 
 
 Result = Literal["replicated", "scattered", "root"]
@@ -121,6 +132,18 @@ class Schedule:
     def chunk_slice(self, chunks: range, records: int) -> slice:
         """The records of `chunks` when there are `records` in all; it may be empty."""
         return slice(chunks.start * records // self.chunks, chunks.stop * records // self.chunks)
+
+    def traffic(self, records: int, granularity: int = 1) -> Iterator[Message]:
+        """All messages of one step over `records` records, never cut within runs of `granularity`, in order.
+
+        Executors send no chunk without records. Whoever counts, predicts or exports messages asks here; a
+        test holds it to what executors send.
+        """
+        for number, round_ in enumerate(self.rounds):
+            for t in round_:
+                part = self.chunk_slice(t.chunks, records // granularity)
+                if part.stop > part.start:
+                    yield Message(number, t.src, t.dst, (part.stop - part.start) * granularity, t.merge)
 
     def to_json(self) -> str:
         """One line of JSON; `from_json` gives an equal schedule back."""

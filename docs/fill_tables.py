@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from treeattn.collectives import build, check, needs_nodes
-from treeattn.collectives.traffic import messages
 from treeattn.decoder.plan import CATALOG
 from treeattn.study.compare.results import Summary, compared_series, read, summarise
 from treeattn.study.compare.schema import NULL, SUM
@@ -123,7 +122,7 @@ def in_a_row(row: Summary, nodes: list[int]) -> int:
     key, waited = row.key, [0] * len(nodes)
     groups = [[rank for rank, on in enumerate(nodes) if on == node] for node in sorted(set(nodes))]
     schedule = build(key.scheme, len(nodes), nodes=groups if needs_nodes(key.scheme) else None)
-    sent = messages(schedule, key.batch * key.heads * key.queries, key.queries)
+    sent = schedule.traffic(key.batch * key.heads * key.queries, key.queries)
     for _, of_round in groupby(sent, lambda message: message.round):
         before = list(waited)
         for _, src, dst, *_ in of_round:

@@ -31,7 +31,7 @@ from treeattn.collectives.clusters.description import Cluster, Executor
 from treeattn.collectives.clusters.disturbance import UNDISTURBED, Disturbance, Interruptions, poisson
 from treeattn.collectives.clusters.placement import Placement, explicit
 from treeattn.collectives.schedule import Schedule
-from treeattn.collectives.traffic import Payload, messages
+from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError
 
 _ONE_TOKEN = Payload()  # of 16 heads of 128
@@ -194,7 +194,7 @@ class _Run:
         self.steps: list[list[Step]] = [[] for _ in range(schedule.size)]
         sent = [
             (message, cluster.tier_between(places[message.src], places[message.dst]))
-            for message in messages(schedule, payload.records, payload.group)
+            for message in schedule.traffic(payload.records, payload.group)
         ]
         copying, copied = schedule.rounds_of("copying"), payload.record_bytes
         if any(message.round + 1 in copying and tier > cluster.node_tier for message, tier in sent):

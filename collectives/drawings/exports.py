@@ -20,7 +20,6 @@ from typing import NamedTuple
 
 from treeattn.collectives.check import check
 from treeattn.collectives.schedule import Schedule
-from treeattn.collectives.traffic import messages
 
 
 class Operation(NamedTuple):
@@ -48,7 +47,7 @@ def steps(schedule: Schedule, records: int, record_bytes: int, group: int) -> li
     check(schedule)
     found: list[list[RankRound]] = [[] for _ in range(schedule.size)]
     tag = 0
-    for _, in_round in groupby(messages(schedule, records, group), key=attrgetter("round")):
+    for _, in_round in groupby(schedule.traffic(records, group), key=attrgetter("round")):
         now: defaultdict[int, RankRound] = defaultdict(RankRound)
         for _, src, dst, carried, merge in in_round:
             size = carried * record_bytes

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 from treeattn.collectives.clusters.simulate import Flight, Simulation
-from treeattn.collectives.traffic import Message
+from treeattn.collectives.schedule import Message
 
 _DOES = ("start", "wait", "merge")  # between the instants
 

@@ -15,7 +15,6 @@ from tests.support.token_sets import CASES, LAYOUTS, drawn, isas, shards
 from tests.support.token_trees import Case
 from treeattn import Reduction, Shard, collectives
 from treeattn.backends.cpu import compile
-from treeattn.collectives import traffic
 from treeattn.decoder import finished_copies
 from treeattn.errors import TreeattnError
 from treeattn.token_tree import verify
@@ -134,7 +133,7 @@ def test_copies_of_complete_records_carry_results(executor, comm, monkeypatch):
         (bits, heavy, proof), (same, light, again) = made[0], made[-1]
         assert same == bits
         assert again == proof
-        copied = [m for m in traffic.messages(rounds, 12, 4) if m.round + 1 in copies]
+        copied = [m for m in rounds.traffic(12, 4) if m.round + 1 in copies]
         saved = sum(m.records for m in copied) * (8 * 35 - 4 * 17)
         assert heavy - light == saved
         assert bool(saved) == (comm.size > 1 and bool(copies))

@@ -9,7 +9,6 @@ import pytest
 
 from treeattn import communicators
 from treeattn.collectives import build
-from treeattn.collectives.traffic import messages
 from treeattn.study import trace
 
 pytestmark = pytest.mark.mpi
@@ -23,7 +22,7 @@ def test_all_of_the_schedule_is_in_the_trace(comm, scheme):
     if text is None:
         return
     events = json.loads(text)["traceEvents"]
-    sent = list(messages(schedule, 6, 2))
+    sent = list(schedule.traffic(6, 2))
     arrows = {end: {e["id"]: e for e in events if e["ph"] == end} for end in "sf"}
     assert len(arrows["s"]) == len(arrows["f"]) == len(sent)
     for index, message in enumerate(sent):

@@ -10,7 +10,7 @@ import pytest
 from tests.support.partials import own_part, partials
 from tests.support.schedules import Case, cases
 from treeattn.backends.cpu import MergeOperator
-from treeattn.collectives import Schedule, Transfer, build, check, traffic
+from treeattn.collectives import Schedule, Transfer, build, check
 from treeattn.collectives.executors import loopback
 from treeattn.errors import ScheduleError, StateError
 
@@ -105,7 +105,7 @@ class ReducerContract:
                 self.step(ranks, case, values, halves=number in (1, 2))
                 self.check_result(ranks, case, values)
             for rank, reducer in ranks.reducers.items():
-                counted = traffic.messages(case.schedule, case.records, case.granularity)
+                counted = case.schedule.traffic(case.records, case.granularity)
                 sent = [(m.dst, m.records * OPERATOR.width * 4) for m in counted if m.src == rank]
                 assert reducer.sent == sent
                 assert reducer.certificate == check(case.schedule)

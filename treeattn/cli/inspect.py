@@ -12,7 +12,6 @@ import click
 from treeattn.attention.shape import DTYPES
 from treeattn.backends.cuda import kernel_head_dim
 from treeattn.cli.options import CLUSTER, DEVICE, FILE, RANKS, Output, number, output_options, read
-from treeattn.collectives import traffic
 from treeattn.collectives.clusters import placement
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.decoder.plan import select
@@ -120,7 +119,7 @@ def _traffic(
         places, shape = placement.block(cluster, ranks), _shape(config, tokens, itemsize)
         step = attention_time(cluster, ranks, shape) + reduction_time(cluster, places, schedule, shape)
         priced["attention_ms"] = config.layers * step / 1e3
-    sent = list(traffic.messages(schedule, config.heads))
+    sent = list(schedule.traffic(config.heads))
     width = 4 * (config.head_dim + 2)
     return {
         "scheme": scheme,

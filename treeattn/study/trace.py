@@ -17,7 +17,6 @@ from treeattn.collectives.drawings.trace import Instants, measured
 from treeattn.collectives.executors import interpreter
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import ReductionSpec
-from treeattn.collectives.traffic import messages
 from treeattn.study import environment
 from treeattn.study.compare.clock import Clock, on_common_clock
 from treeattn.study.compare.loop import Loop
@@ -74,7 +73,7 @@ def measure(
     start = int(times.instants[:, chosen, 0].min())
     ranks = [_rounds(numbers, noted[chosen] - start) for numbers, noted in everyone]
     node = {rank: at for at, ranks in enumerate(communicators.node_groups(comm)) for rank in ranks}
-    sent = list(messages(schedule, heads * queries, queries))
+    sent = list(schedule.traffic(heads * queries, queries))
     return measured(schedule.name, [node[rank] for rank in range(comm.size)], sent, ranks)
 
 

@@ -7,7 +7,6 @@ import pytest
 from tests.command.launch import in_process
 from treeattn.collectives import build, names
 from treeattn.collectives.drawings.exports import chakra
-from treeattn.collectives.traffic import messages
 
 pytest.importorskip("google.protobuf", reason="protobuf is not installed (the extra `test`)")
 
@@ -94,7 +93,7 @@ def test_every_message_is_named_at_both_ends(types, name):
             (sent if node.type == 5 else received).append(message)
     assert sorted(sent) == sorted(received)
     assert len({tag for *_, tag in sent}) == len(sent)
-    ours = [(m.src, m.dst, m.records * 300) for m in messages(schedule, 12)]
+    ours = [(m.src, m.dst, m.records * 300) for m in schedule.traffic(12)]
     assert sorted(m[:3] for m in sent) == sorted(ours)
 
 

@@ -22,7 +22,6 @@ from treeattn.collectives.parameters import Groups, node_of
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.collectives.schedule import Schedule
-from treeattn.collectives.traffic import messages
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.study import environment
 from treeattn.study.compare import problems, steps
@@ -245,7 +244,7 @@ def scheduled_tiers(schedule: Schedule, rows: int, row_bytes: int, groups: Group
     The records are `rows` of `row_bytes` that a chunk never cuts (all records of a head). groups: the ranks
     of each node.
     """
-    sent = ((m.src, m.dst, m.records * row_bytes) for m in messages(schedule, rows))
+    sent = ((m.src, m.dst, m.records * row_bytes) for m in schedule.traffic(rows))
     return _by_tier(sent, groups)
 
 

@@ -15,7 +15,7 @@ from treeattn.collectives.clusters.bound import spread
 from treeattn.collectives.clusters.critical_path import assumed_share, critical_path, in_words
 from treeattn.collectives.clusters.placement import block, cyclic, node_groups
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.traffic import Payload, messages
+from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError, RestrictionError
 
 G = 8
@@ -99,7 +99,7 @@ def test_every_scheme_is_counted_bounded_and_explained(scheme, nodes):
     )
     schedule, places = placed(scheme, cluster, nodes * G)
     found = simulate(schedule, cluster, places, PAYLOAD)
-    sent = list(messages(schedule, PAYLOAD.records))
+    sent = list(schedule.traffic(PAYLOAD.records))
     between = [m for m in sent if m.src // G != m.dst // G]
     assert [t.messages for t in found.traffic] == [len(sent) - len(between), len(between)]
     assert sum(t.bytes for t in found.traffic) == sum(m.records for m in sent) * PAYLOAD.record_bytes
