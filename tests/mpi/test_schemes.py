@@ -95,10 +95,12 @@ def test_ranks_without_tokens_are_ordinary(way, tokens, dtype):
         check_shards(way, tokens, dtype)
 
 
-@pytest.mark.many_ranks
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16, np.float64])
 @pytest.mark.parametrize("tokens", [0, 1, 3, 257])
-@pytest.mark.parametrize("scheme", ["recursive_doubling", "kv_ring", "head_all_to_all"])
+@pytest.mark.parametrize(
+    "scheme",
+    [pytest.param("recursive_doubling", marks=pytest.mark.many_ranks), "kv_ring", "head_all_to_all"],
+)
 def test_every_type_over_any_number_of_tokens(comm, scheme, tokens, dtype):
     check_shards(Way(comm, scheme), tokens, dtype)
 
@@ -183,7 +185,11 @@ def test_new_values_in_the_same_arrays_count(way):
                 one *= -0.5
 
 
-@pytest.mark.many_ranks
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(name, marks=[pytest.mark.many_ranks] * (name == "hierarchical")) for name in KINDS],
+    indirect=True,
+)
 def test_every_run_gives_the_same_bits_on_sub_communicators(way):
     """Which work side by side."""
     half = way.comm.Split(way.comm.rank % 2)
