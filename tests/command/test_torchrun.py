@@ -84,3 +84,38 @@ def test_a_rank_that_dies_is_an_error_in_one_line(executor, says):
     last = waiting.stderr.strip().splitlines()[-1].removeprefix("[rank0]: ")
     assert waiting.returncode == 1, waiting.stderr
     assert last.startswith(f"treeattn.errors.PeerError: recursive_doubling, round 1: {says}"), last
+
+
+STRANGER = """
+import os
+import numpy as np
+import torch.distributed as dist
+import treeattn
+from tests.support import strangers
+dist.init_process_group("gloo")
+shape = dict(heads=4, kv_heads=4, head_dim=16, dtype="float32")
+decoder = treeattn.Decoder(**shape, scheme=treeattn.Reduction("recursive_doubling", executor="torch"))
+q, k = np.ones((1, 1, 4, 16), "f"), np.full((1, 8, 4, 16), dist.get_rank(), "f")
+before, processes, silent = decoder(q, k, k)[0].copy(), [0] * dist.get_world_size(), []
+dist.all_gather_object(processes, os.getpid())
+for process in processes:
+    if dist.get_rank() == 0:
+        assert strangers.ports(process), "none"
+        silent += strangers.bother(process)
+    assert np.array_equal(decoder(q, k, k)[0], before)
+if dist.get_rank() == 0:
+    there = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(*there, is_master=False)
+    keys = store.list_keys()  # by which ranks have found each other
+    assert keys
+    for key in keys:
+        store.set(key, os.urandom(64))
+assert np.array_equal(decoder(q, k, k)[0], before)
+assert np.array_equal(treeattn.Decoder(**shape)(q, k, k)[0], before)
+"""
+
+
+def test_strangers_at_the_ports_of_ranks_and_of_the_store_change_nothing():
+    for rank in ranks_by_environment(STRANGER, ranks=2):
+        assert rank.returncode in (0, -9), rank.stderr  # the other is killed when the first has ended
+        assert "Error" not in rank.stderr, rank.stderr
