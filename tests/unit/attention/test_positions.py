@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.drawn import examples
+from treeattn import reference
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables, words_of
 from treeattn.attention.positions import MAX_POSITION, Runs, as_runs, check_owners
@@ -82,18 +83,6 @@ def test_blocks_with_gaps_are_a_run_each():
     assert as_runs(blocks).table[:, 1:].tolist() == [[0, 1, 64], [256, 1, 32], [384, 1, 32]]
 
 
-def seen(rules: Rules, positions: np.ndarray, valid: int, t: int) -> np.ndarray:
-    """The definition, token by token."""
-    s = positions
-    inside = np.ones(len(s), bool)
-    if rules.left is not None:
-        inside &= s >= t - rules.left
-    if rules.right is not None:
-        inside &= s <= t + rules.right
-    causal = s <= t if rules.causal else np.ones(len(s), bool)
-    return causal & (inside | (s < rules.leading)) & (np.arange(len(s)) < valid)
-
-
 @examples(100)
 @given(POSITIONS, st.booleans(), SIDE, SIDE, st.integers(0, 9), st.data())
 def test_intervals_are_the_definition(positions, causal, left, right, leading, data):
@@ -103,6 +92,7 @@ def test_intervals_are_the_definition(positions, causal, left, right, leading, d
     asked = np.array([[data.draw(st.integers(0, 70)) for _ in range(3)] for _ in range(2)])
     tables = MaskTables(rules, 2, 3)
     tables.update(runs, len(positions), valid, asked)
+    seen = reference.seen(positions, asked, causal=causal, window=(left, right), leading=leading)
     for b in range(2):
         for i in range(3):
             first, first_end, begin, end = tables.intervals[b, i]
@@ -110,7 +100,7 @@ def test_intervals_are_the_definition(positions, causal, left, right, leading, d
             assert tuple(tables.intervals[b, i]) == rules.intervals(runs, valid[b], int(asked[b, i]))
             found = np.zeros(len(positions), bool)
             found[first:first_end] = found[begin:end] = True
-            assert (found == seen(rules, positions, valid[b], int(asked[b, i]))).all()
+            assert (found == (seen[b, i] & (np.arange(len(positions)) < valid[b]))).all()
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "interleaved", "zigzag"])

@@ -295,20 +295,6 @@ def test_finish_refuses_what_does_not_fit():
             verbs.finish(cpu, records, *bad)
 
 
-@build_fixture
-def test_shards_in_any_order_give_the_whole():
-    q, k, v = random_qkv(203, queries=2, head_dim=32, seed=11)
-    pieces = [
-        verbs.records_of(cpu, q, k[:, begin:end], v[:, begin:end], scale=0.2)
-        for begin, end in ((0, 0), (0, 1), (1, 100), (100, 203))
-    ]
-    for order in ((0, 1, 2, 3), (3, 0, 2, 1)):
-        total = partial.identity((1, 4, 2), 32)
-        for index in order:
-            verbs.merge(cpu, total, pieces[index])
-        assert_exact(verbs.finished(cpu, total), q, k, v, scale=0.2)
-
-
 def test_problem_is_none_where_kernels_work():
     try:
         compile.library(compile.chosen_isa())

@@ -306,12 +306,6 @@ def test_what_is_no_scheme_at_all():
         Reduction({"radix": 2})
 
 
-def test_the_package_goes_by_one_name_only():
-    source = inspect.getsource(collectives)
-    with pytest.raises(ImportError, match="imported as treeattn.collectives, not as collectives"):
-        exec(compile(source, "collectives", "exec"), {"__name__": "collectives"})
-
-
 # The walk of the contributing guide
 
 
