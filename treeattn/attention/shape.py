@@ -275,6 +275,11 @@ def dtype_name(array: Array, dtype: str | None = None, served: Mapping[str, np.d
     return name
 
 
+def query_dtype(array: Array) -> str:
+    """Name of the dtype of a query, or of what has its type: uint16 are the bits of bfloat16."""
+    return dtype_name(array, "bfloat16" if array.dtype == np.uint16 else None)
+
+
 def as_tensor(name: str, array: Array, dtype: str | None = None) -> Array:
     """A NumPy array with four axes whose dtype is one of `DTYPES`, for k and v of `CACHE_DTYPES`; not copied.
 

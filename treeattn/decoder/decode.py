@@ -22,7 +22,7 @@ from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray
 from treeattn.attention.mask import Rules
 from treeattn.attention.pages import check_lengths
-from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, dtype_name, values_of
+from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, dtype_name, query_dtype, values_of
 from treeattn.attention.shard import Shard
 from treeattn.backends import device as devices
 from treeattn.backends.device import Device
@@ -188,8 +188,7 @@ def _shape(q: Array, k: Array, v: Array, shard: Shard) -> Shape:
     page_size = None if shard.block_table is None else k.shape[1]
     cache = stored, shard.k_scale, shard.v_scale, v.shape[3], page_size
     batch, queries, heads, head_dim = q.shape
-    elements = dtype_name(q, "bfloat16" if q.dtype == np.uint16 else None)
-    shape = Shape(batch, queries, heads, k.shape[2], head_dim, elements, *cache)
+    shape = Shape(batch, queries, heads, k.shape[2], head_dim, query_dtype(q), *cache)
     shape.check_query(q)
     shape.check_cache(k, v)
     return shape
@@ -223,8 +222,7 @@ def _broadcast_query(
 
 def _on_host(device: Device, q: AnyArray | None) -> Array:
     q = device.tensor("q", q, None)
-    name = dtype_name(q, "bfloat16" if q.dtype == np.uint16 else None)
-    return np.ascontiguousarray(device.to_host(q)).view(DTYPES[name])
+    return np.ascontiguousarray(device.to_host(q)).view(DTYPES[query_dtype(q)])
 
 
 def _checked_root(root: object, size: int) -> int:

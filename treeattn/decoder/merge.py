@@ -18,7 +18,7 @@ from treeattn import communicators, partial
 from treeattn.agreement import Agreement, must_match
 from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray, Pair
-from treeattn.attention.shape import DTYPES, dtype_name
+from treeattn.attention.shape import DTYPES, query_dtype
 from treeattn.backends import device as devices
 from treeattn.backends.device import Device
 from treeattn.collectives.catalog import Selection
@@ -89,8 +89,7 @@ def merge(
         where = devices.find(arrays.device_of("out", out) if device is None else device)
         step = where.view("out", out), where.view("lse", lse)
         shape = step[0].shape
-        elements = dtype_name(step[0], "bfloat16" if step[0].dtype == np.uint16 else None)
-        parts = Parts(shape[:-1], shape[-1] if shape else 0, elements)
+        parts = Parts(shape[:-1], shape[-1] if shape else 0, query_dtype(step[0]))
         parts.check(*step, where.lse_dtypes)
         return Settings(parts, *_folding(scheme), base, bool(strict), where)
 

@@ -20,7 +20,7 @@ from treeattn.attention import arrays
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs, as_runs
-from treeattn.attention.shape import DTYPES, Shape, dtype_name
+from treeattn.attention.shape import DTYPES, Shape, query_dtype
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Given
@@ -103,7 +103,7 @@ def prefill(
         batch, tokens, heads, head_dim = given[0].shape
         plan: dict[str, Any] = {"batch": batch, "heads": heads, "head_dim": head_dim, "device": place.name}
         plan |= {"kv_heads": given[1].shape[2], "v_dim": given[2].shape[3]}
-        plan["dtype"] = dtype_name(given[0], "bfloat16" if given[0].dtype == np.uint16 else None)
+        plan["dtype"] = query_dtype(given[0])
         if given[1].shape[3] != head_dim:
             raise ArgumentError(f"k has heads of {given[1].shape[3]}, q of {head_dim}: they must be the same")
     settings: dict[str, Any] = {"positions": positions, "method": method, "scale": scale, "rules": rules}

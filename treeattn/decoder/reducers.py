@@ -22,7 +22,7 @@ import warnings
 from treeattn import communicators
 from treeattn.agreement import Agreement, collectively
 from treeattn.collectives.catalog import DEVICES, Scheme, Selection
-from treeattn.collectives.executors import interpreter
+from treeattn.collectives.executors import compiled, interpreter, slots
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
@@ -144,31 +144,26 @@ def run_rounds(executor: str | None, schedule: Schedule, reduction: ReductionSpe
         )
     if executor == library:
         return interpreter.Reducer(reduction, schedule)
-    lacking = _first(reduction.comm, _not_compiled(library, reduction))
+    not_callable = _not_callable(library)
+    lacking = _first(reduction.comm, compiled.problem(reduction) or not_callable)
     if lacking is None:
         return _compiled(executor, library, schedule, reduction)
     _cannot(executor, lacking, repr(library))
-    if library == "mpi" and _not_callable() is not None:  # else it is the records: their planner knows
+    if not_callable is not None:  # else it is the records: their planner knows
         _warn(reduction.comm, f"Python runs every round, since {lacking}")
     return _instead(interpreter.Reducer(reduction, schedule), lacking)
 
 
-def _not_compiled(library: str, reduction: ReductionSpec) -> str | None:
-    """Why no step of this reduction can be a C call on this rank."""
-    from treeattn.collectives.executors import compiled
-
-    return compiled.problem(reduction) or (_not_callable() if library == "mpi" else None)
-
-
-def _not_callable() -> str | None:
+def _not_callable(library: str) -> str | None:
+    """Why compiled code cannot call this library on this rank; None where it can, or calls Python."""
+    if library != "mpi":
+        return None
     from treeattn.collectives.executors import mpi_messages
 
     return mpi_messages.problem()
 
 
 def _compiled(executor: str | None, library: str, schedule: Schedule, reduction: ReductionSpec) -> Reducer:
-    from treeattn.collectives.executors import compiled, slots
-
     nodes = communicators.node_groups(reduction.comm)
     oversubscribed = communicators.oversubscribed(reduction.comm)
 

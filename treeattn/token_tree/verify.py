@@ -21,7 +21,7 @@ from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
-from treeattn.attention.shape import Shape, dtype_name
+from treeattn.attention.shape import Shape, query_dtype
 from treeattn.attention.shard import Shard
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime.communicator import Given
@@ -255,8 +255,7 @@ def blank_pads(tree: TokenTree, out: Array, lse: Array) -> None:
 
 def _shape(tree: TokenTree, q: Array, k: Array, v: Array, draft_k: Array, draft_v: Array) -> Shape:
     """The shape of a step whose arrays fit each other and the tree. Raises `ArgumentError`."""
-    elements = dtype_name(q, "bfloat16" if q.dtype == np.uint16 else None)
-    shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], elements)
+    shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], query_dtype(q))
     shape.check_query(q)
     shape.check_cache(k, v)
     _check_drafts(shape, tree, draft_k, draft_v)
