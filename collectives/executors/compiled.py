@@ -38,8 +38,8 @@ _DONE, _AGAIN, _FAILED, _OVERRUN = range(4)
 # The C wait returns to Python at this interval to deliver signals and to check peers.
 _POLL_INTERVAL = ctypes.c_int64(50_000_000)  # nanoseconds
 _POLL_ONCE = ctypes.c_int64(0)
-# Peers are looked up after 1, 2, 4, 8, .. intervals, then every second: 64 ranks on two cores that look for
-# 63 others every time have no time left for the step.
+# Peers are looked up after 1, 2, 4, 8, .. intervals, then every second: first those that the round awaits,
+# then all of the node. 64 ranks on two cores that each look for 63 others have no time left for the step.
 _INTERVALS_PER_LOOK = 20
 
 
@@ -178,19 +178,19 @@ class Reducer(BaseReducer):
         while result == _AGAIN:
             waited += 1
             if waited >= look:
-                self._check_peers()
+                self._check_peers(everyone=look > _INTERVALS_PER_LOOK)
                 look += min(look, _INTERVALS_PER_LOOK)
             result = self._wait()
         if result:
             self._fail(result)
 
-    def _check_peers(self) -> None:
+    def _check_peers(self, everyone: bool) -> None:
         """Raise `PeerError` where this wait cannot end; Python delivers signals before it."""
         if self._closed:  # by another thread, after an error there
             raise StateError(f"{self.name}: closed in the middle of a step")
-        ended = self._slots.ended() if self._slots else []
+        awaited = self._program.sources(self._round() or 0)
+        ended = self._slots.ended(None if everyone else awaited) if self._slots else []
         if ended:  # what has ended publishes nothing any more
-            awaited = self._program.sources(self._round() or 0)
             rank = min(ended, key=lambda rank: (rank not in awaited, rank))  # others may have ended after it
             what, peers = self.waits_for()
             raise PeerError(f"{what}: rank {rank} has ended, while this one waits for {peers}")

@@ -22,7 +22,7 @@ import functools
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -67,9 +67,10 @@ class Slots:
         """Address of the records of a set."""
         return self._addresses[rank] + parity * self._set + self._flags
 
-    def ended(self) -> list[int]:
-        """The ranks whose process has ended."""
-        return [rank for rank, part in self._parts.items() if part.owner.ended]
+    def ended(self, among: Collection[int] | None = None) -> list[int]:
+        """The ranks of the node whose process has ended, of all or among these."""
+        parts = self._parts.items()
+        return [rank for rank, part in parts if (among is None or rank in among) and part.owner.ended]
 
 
 def _flag_bytes(program: Program) -> int:

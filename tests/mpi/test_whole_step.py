@@ -210,7 +210,7 @@ def test_a_wait_that_outlasts_one_call(comm, planned):
         decoder.out[:] = np.nan
         reducer, waited, told = decoder._reducer, [], []
 
-        def waits():
+        def waits(everyone):
             waited.append(reducer.blocking)
             if not told:
                 told.append(comm.isend(None, last))
@@ -235,7 +235,7 @@ def test_ctrl_c_ends_a_wait(comm, planned):
     comm.Barrier()
     if comm.rank == 0 and comm.size > 1:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)
-        decoder._reducer._check_peers = lambda: os.kill(os.getpid(), signal.SIGINT)
+        decoder._reducer._check_peers = lambda everyone: os.kill(os.getpid(), signal.SIGINT)
         with pytest.raises(KeyboardInterrupt):
             decoder(q, k, v)
         signal.signal(signal.SIGINT, before)
