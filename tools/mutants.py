@@ -39,8 +39,6 @@ from typing import Any, NamedTuple
 import coverage
 import pytest
 
-from treeattn.backends.cpu import compile as kernels
-
 ROOT = Path.cwd()
 CALLERS = "treeattn/backends/cpu/"  # of the kernels
 PYTEST = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
@@ -185,7 +183,8 @@ def planted(mutant: Mutant, functions: list[FunctionType]) -> bool:
 
 
 def plant_by_the_loader(mutant: Mutant) -> None:
-    """Whoever imports the file from now on gets the mutant."""
+    """Whoever imports the file from now on gets the mutant; nothing of the package is imported before."""
+    assert "treeattn" not in sys.modules
     get_code = LoaderType.get_code
 
     def replaced(self: LoaderType, fullname: str) -> CodeType | None:
@@ -200,6 +199,8 @@ def compiled(mutant: Mutant, out: Path) -> bool:
     """Make `planted.so` of the kernels with it; whether that is a program, and another than `plain.so`.
 
     Quickly optimised, for the fastest instruction set: the one of the gate's tests."""
+    from treeattn.backends.cpu import compile as kernels
+
     sources = [file for file in (ROOT / "kernels/cpu").iterdir() if file.suffix in (".c", ".h")]
     out.mkdir(exist_ok=True)
     inputs = sorted(file.name for file in sources if file.suffix == ".c")
@@ -216,6 +217,8 @@ def compiled(mutant: Mutant, out: Path) -> bool:
 
 def plant_kernels(library: Path) -> None:
     """Whoever asks for the kernels of the fastest instruction set from now on gets this file."""
+    from treeattn.backends.cpu import compile as kernels
+
     path = kernels.library_path
     fastest = kernels.available_isas()[0], ()
     kernels.library_path = lambda isa, *tried: library if (isa, tried) == fastest else path(isa, *tried)

@@ -11,7 +11,7 @@ from tests.support.drawn import examples
 from treeattn import reference
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables, words_of
-from treeattn.attention.positions import MAX_POSITION, Runs, as_runs, check_owners
+from treeattn.attention.positions import MAX_POSITION, Runs, as_runs, check_owners, interleaved
 from treeattn.errors import ArgumentError
 from treeattn.shards import parse_layout
 
@@ -55,6 +55,12 @@ def test_ways_to_say_positions(given, positions):
     assert runs == as_runs(np.array(positions, np.int64)) or len(runs.table) > 1
     assert hash(runs) == hash(as_runs(given))
     assert runs != positions
+
+
+def test_ranks_take_turns_up_to_the_last_position():
+    runs = interleaved(2, 3)
+    assert runs.positions(0, 3).tolist() == [2, 5, 8]
+    assert MAX_POSITION - 6 < runs.end <= MAX_POSITION
 
 
 SLICE, ASCEND = "a slice needs an end, and a step above 0", "must ascend"

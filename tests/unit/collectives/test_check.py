@@ -172,6 +172,7 @@ MESSAGES = {
     "a rank that lacks in one": (((*UP, LATE), copies(0, 1, 2, 3, chunks=range(2))), {"chunks": 2},
         "rank 0 lacks rank 3 in chunk 0"),
     "many that lack": ((), {"size": 20}, "rank 0 lacks ranks 1, 2, 3, 4, 5, 6, 7, 8 and 11 more in chunk 0"),
+    "eight that lack": ((), {"size": 9}, "rank 0 lacks ranks 1, 2, 3, 4, 5, 6, 7, 8 in chunk 0"),
     "two copies": (((COPY, OTHER),), {}, BESIDE.format("another copy", "2=>1")),
     "a copy, then a merge": (((COPY, MERGE),), {}, BESIDE.format("a merge", "3->1")),
     "a merge, then a copy": (((MERGE, COPY),), {}, BESIDE.format("a merge", "3->1")),
