@@ -3,10 +3,12 @@
 For bfloat16, head_dim 128 and one sequence unless a row says otherwise, on an H100 and an H200. Beside one
 another, in microseconds: `floor`, the cache at the GPU's copy rate; `model`, what chooses splits
 (treeattn.backends.cuda.splits) with the constants that are shipped, an H100's, and with an H200's copy rate;
-`merge`, what of it the merge of splits takes, a tile's by one multiprocessor; `issue`, the main loop's
-instructions (tests/compile_matrix/costs.json, sm_90) at all issue slots, without and with the branches for
-masks, which tokens that all rows see do not take; `l2`, what all tiles read at the rate of the L2 cache; and
-`read`, what a reading of the former kernels' machine code expected.
+`merge`, what of it the merge of splits takes; `issue`, the main loop's instructions
+(tests/compile_matrix/costs.json, sm_90) at all issue slots, without and with the branches for masks, which
+tokens that all rows see do not take; `copies`, what of it copies into shared memory take, for latent heads of
+16 bits: bulk copies (cp.async.bulk) could save no more; `products`, the multiply-adds of these rows at the
+tensor cores' nominal rate; `l2`, what all tiles read at the rate of the L2 cache; and `read`, what a reading
+of the former kernels' machine code expected.
 
 Then a reduction of 8 KB over peer memory of 8 GPUs: the program of each rank, instruction by instruction,
 with the round trips of `Links`, where the kernel's tables lie in memory and where in its parameters; and a
@@ -29,6 +31,7 @@ from treeattn.collectives.check import prove
 
 COSTS = Path(__file__).parents[1] / "tests" / "compile_matrix" / "costs.json"
 MULTIPROCESSORS, SHARED, CLOCK = 132, 227 << 10, 1.755e9
+PRODUCTS = 989e12  # operations a second, of 16 bits, dense: NVIDIA's data sheet
 COPIED = {"H100": 3.0e12, "H200": 4.3e12}  # bytes a second, read and written
 RECORDS, RANKS = 16, 8  # of 130 floats: 8 KB
 
@@ -90,6 +93,7 @@ ROWS = (
         )
     ),
     Row("latent, 16 heads, 64k", 16, 1, 65536, ((38, 46), (31, 37)), latent=True),
+    Row("latent, 16 heads, 8k", 16, 1, 8192, latent=True),
     Row("latent, 128 heads, 64k", 128, 1, 65536, ((120, 150), (110, 150)), latent=True),
     Row("latent of 8 bits, 16 heads, 64k", 16, 1, 65536, None, "float8_e4m3fn", latent=True),
     Row("a tree of 64 nodes, 32/8 heads, 64k", 32, 8, 65536, ((750, 900), (720, 850)), nodes=64),
@@ -110,7 +114,7 @@ def predicted(row: Row, costs: dict[str, Any]) -> dict[str, Any]:
         latent=row.latent,
     )
     cost = costs[variant.expression]
-    resident = min(65536 // (cost["registers"] * 128), (SHARED + 1024) // (cost["shared"] + 1024))
+    resident = min(65536 // (cost["registers"] * variant.threads), (SHARED + 1024) // (cost["shared"] + 1024))
     tiles = math.ceil(rows / variant.rows)
     token_bytes = (1 if row.latent else 2) * head_dim * (1 if row.dtype != "bfloat16" else 2)
     load = splits.Load(
@@ -124,6 +128,7 @@ def predicted(row: Row, costs: dict[str, Any]) -> dict[str, Any]:
         slots=resident * MULTIPROCESSORS,
         multiprocessors=MULTIPROCESSORS,
         sharing=tiles,
+        merging=variants.merge_blocks(variant, width, rows) * row.kv_heads * tiles,
     )
     cut = splits.choose_splits(load)
 
@@ -131,21 +136,35 @@ def predicted(row: Row, costs: dict[str, Any]) -> dict[str, Any]:
         name: round(float(splits.predict(load, cut.number, cut.fan, constants(name))), 1) for name in COPIED
     }
     size = row.kv_heads * row.tokens * token_bytes
-    turns = load.tiles * math.ceil(row.tokens / variant.step)
+    turns = load.tiles * math.ceil(row.tokens / variant.step) * variant.threads // 128
     loops = [costs[variant.expression.replace(", VisibleTokens", "")]["loop"], cost["loop"]]
-    free = constants("H100")._replace(level=0, merged_megabyte=0)
-    merge = model["H100"] - float(splits.predict(load, cut.number, cut.fan, free))
+    issue = [round(turns * loop / MULTIPROCESSORS / CLOCK * 1e6, 1) for loop in loops]
+    merged = splits.merge_time(load, cut.number, cut.fan, constants("H100"))
     return {
         "what": row.what,
         "kernel": variant.expression,
         "splits": cut.number,
         "floor": {name: round(size / rate * 1e6, 1) for name, rate in COPIED.items()},
         "model": model,
-        "merge": round(merge, 1),
-        "issue": [round(turns * loop / MULTIPROCESSORS / CLOCK * 1e6, 1) for loop in loops],
+        "merge": round(float(merged), 1),
+        "issue": issue,
+        "copies": round(copying(costs) * cost["loop_bytes"] / cost["loop"] * issue[1], 1)
+        if row.latent and row.dtype == "bfloat16"
+        else None,
+        "products": round(2 * row.kv_heads * rows * row.tokens * (head_dim + width) / PRODUCTS * 1e6, 1),
         "l2": round(tiles * size / 1e6 * splits.shipped().l2_megabyte, 1),
         "read": None if row.read is None else dict(zip(COPIED, row.read, strict=True)),
     }
+
+
+def copying(costs: dict[str, Any]) -> float:
+    """Instructions of a warp for each byte that it copies: what two kernels differ in whose warps have the
+    same work on a tile of latent keys, but for copying it, in which twice as many share."""
+    few, many = (
+        costs[f"attention_mma<bfloat16, bfloat16, 576, 512, Warps<{warps}, 1, 2>, 32, {stages}>"]
+        for warps, stages in ((2, 2), (4, 3))
+    )
+    return float(few["loop"] - many["loop"]) / (few["loop_bytes"] - many["loop_bytes"])
 
 
 def constants(gpu: str) -> splits.Constants:

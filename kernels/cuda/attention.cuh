@@ -2,7 +2,8 @@
 //
 // A *row* is one query of one query head. The rows of a KV head, queries x group of them, are numbered
 // query * group + head within the group and are taken in tiles. Block (split, kv_head + tile * kv_heads, batch) takes
-// one tile over one contiguous range of tokens, a *split*. combine.cuh merges the splits.
+// one tile over one contiguous range of tokens, a *split*. combine.cuh merges the splits, merge_splits.cu those of wide
+// heads.
 //
 // Which tokens those are, all valid ones or what its queries may see, is a parameter of the kernels (tokens.cuh).
 //
@@ -80,7 +81,7 @@ struct AttentionArguments {
   float softcap, by_softcap; // and its reciprocal; 0: none
 };
 
-constexpr int WARPS = 4, THREADS = 32 * WARPS;
+constexpr int WARPS = 4, THREADS = 32 * WARPS; // of a block, where its kernel does not say otherwise
 constexpr int MAX_SPLITS = 256;
 constexpr float LOG2_E = 1.44269504088896341f;
 constexpr unsigned ALL_LANES = 0xffffffffu;
@@ -217,7 +218,7 @@ template <int HEAD_DIM, int ROWS, int PARTS, int PITCH>
 __device__ __forceinline__ void merge_block(const AttentionArguments &a, const Work &w, const Parts &to, int part,
                                             const float *numerators, const float *maxima, const float *denominators) {
   constexpr int COLUMNS = HEAD_DIM / 4;
-  for (int e = threadIdx.x; e < w.tile_rows * COLUMNS; e += THREADS) {
+  for (int e = threadIdx.x; e < w.tile_rows * COLUMNS; e += blockDim.x) {
     const int in_tile = e / COLUMNS, index = e % COLUMNS * 4;
     State state = {negative_infinity(), 0.0f};
     Floats value{};

@@ -4,8 +4,8 @@
 // The warps of a block are a grid, ROWS x TOKENS x CHANNELS: each has 16 rows, a part of a tile's tokens, and a part of
 // the channels in registers. Few rows share out the tokens, <1, 4, 1>, whose partials meet at the end; many rows need
 // no such meeting, <4, 1, 1>. Channels are shared out where one warp's registers do not hold them all, as those of
-// latent heads, <1, 1, 4>: then a warp finds a part of each score, all parts meet in shared memory, and all warps add
-// them in one order, so that all have the same weights, to the bit.
+// latent heads, <1, 1, 4> or, by 8 warps, <4, 1, 2>: then a warp finds a part of each score, all parts meet in shared
+// memory, and all warps add them in one order, so that all have the same weights, to the bit.
 //
 // Latent attention: all query heads share one head of keys, whose first channels are the values too (DeepSeek-V2,
 // arXiv 2405.04434: keys of 576, values of 512). A key is brought once, for scores and sums alike.
@@ -18,13 +18,13 @@
 
 template <int ROW_WARPS, int TOKEN_WARPS, int CHANNEL_WARPS> struct Warps {
   static constexpr int ROWS = ROW_WARPS, TOKENS = TOKEN_WARPS, CHANNELS = CHANNEL_WARPS;
-  static_assert(ROWS * TOKENS * CHANNELS == WARPS, "all warps of a block");
+  static constexpr int COUNT = ROWS * TOKENS * CHANNELS, THREADS = 32 * COUNT; // of a block
 };
 
 // A thread holds two rows of every fragment, lane / 4 and 8 more; `half` 0 and 1. Columns 2 (lane % 4) + 0, 1.
 template <typename T, typename Cache, int HEAD_DIM, int V_DIM, typename Shape, int TILE, int STAGES,
           typename Tokens = AllTokens>
-__global__ void __launch_bounds__(THREADS) attention_mma(const AttentionArguments a) {
+__global__ void __launch_bounds__(Shape::THREADS) attention_mma(const AttentionArguments a) {
   constexpr bool NARROW = sizeof(Cache) == 1; // brought as it is, then widened into one tile
   constexpr int ROWS = 16 * Shape::ROWS, TOKENS = TILE / Shape::TOKENS, EIGHTS = TOKENS / 8;
   constexpr int STEPS = HEAD_DIM / 16 / Shape::CHANNELS, COLUMNS = V_DIM / 8 / Shape::CHANNELS;
@@ -32,17 +32,19 @@ __global__ void __launch_bounds__(THREADS) attention_mma(const AttentionArgument
   // Rows are padded so that the eight rows of a matrix lie in different banks of shared memory, and so do the rows of
   // one column of the numerators, in floats.
   constexpr int PADDED = HEAD_DIM + 8, PITCH = V_DIM + 8;
-  constexpr int TILES = NARROW ? 1 : STAGES, TILE_ELEMENTS = TILES * SOURCES * TILE * PADDED;
-  constexpr int BYTES = TILE_ELEMENTS * sizeof(T) + (NARROW ? STAGES * SOURCES * TILE * HEAD_DIM : 0);
+  constexpr int TILES = NARROW ? 1 : STAGES, TILE_BYTES = SOURCES * TILE * PADDED * sizeof(T);
+  constexpr int NARROW_BYTES = NARROW ? STAGES * SOURCES * TILE * HEAD_DIM : 0;
+  constexpr int SUM_BYTES = sizeof(float) * Shape::TOKENS * ROWS * (PITCH + 2); // of partials: they reuse the tiles
+  constexpr int IN_TILES = NARROW_BYTES + TILES * TILE_BYTES, BYTES = IN_TILES > SUM_BYTES ? IN_TILES : SUM_BYTES;
+  constexpr int PART_BYTES = Shape::CHANNELS > 1 ? sizeof(Floats) * Shape::COUNT * EIGHTS * 32 : 0;
   static_assert(HEAD_DIM % (16 * Shape::CHANNELS) == 0 && V_DIM % (16 * Shape::CHANNELS) == 0 && TOKENS % 16 == 0,
                 "each warp has whole matrices");
-  static_assert(TILE_ELEMENTS / TILES >= ROWS * PADDED, "q goes through a tile");
-  static_assert(BYTES >= sizeof(float) * Shape::TOKENS * ROWS * (PITCH + 2), "the numerators reuse the tiles");
-  static_assert(BYTES >= sizeof(float) * Readers<V_DIM, ROWS>::SHARED, "so does the merge of splits");
+  static_assert(BYTES + PART_BYTES - IN_TILES + TILE_BYTES >= ROWS * PADDED * sizeof(T), "q goes through a tile");
+  static_assert(BYTES >= sizeof(float) * Readers<V_DIM, ROWS>::SHARED, "the merge of splits reuses the tiles");
   DYNAMIC_SHARED(unsigned char, shared);
-  const Tiles<T, PADDED, SOURCES, TILE> tiles{reinterpret_cast<T *>(shared)};
-  Stages<Cache, HEAD_DIM, NARROW ? HEAD_DIM : PADDED, SOURCES, TILE, STAGES> stages;
-  stages.first = reinterpret_cast<Cache *>(shared + (NARROW ? TILE_ELEMENTS * sizeof(T) : 0));
+  const Tiles<T, PADDED, SOURCES, TILE> tiles{reinterpret_cast<T *>(shared + NARROW_BYTES)};
+  Stages<Cache, HEAD_DIM, NARROW ? HEAD_DIM : PADDED, SOURCES, TILE, STAGES, Shape::THREADS> stages;
+  stages.first = reinterpret_cast<Cache *>(shared);
   Floats *parts = reinterpret_cast<Floats *>(shared + BYTES); // of scores: [warps][eights][lanes]
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane % 4 * 2;
@@ -53,7 +55,8 @@ __global__ void __launch_bounds__(THREADS) attention_mma(const AttentionArgument
   const Work w = find_work(a, ROWS);
   Tokens tokens(a, w);
 
-  constexpr int PIECES = HEAD_DIM / QueryPiece::ELEMENTS, LOADS = (ROWS * PIECES + THREADS - 1) / THREADS;
+  constexpr int PIECES = HEAD_DIM / QueryPiece::ELEMENTS, THREADS = Shape::THREADS;
+  constexpr int LOADS = (ROWS * PIECES + THREADS - 1) / THREADS;
   Vector pieces[LOADS];
 #pragma unroll
   for (int i = 0; i < LOADS; ++i) {
@@ -76,7 +79,8 @@ __global__ void __launch_bounds__(THREADS) attention_mma(const AttentionArgument
 #pragma unroll
   for (int i = 0; i < STAGES - 1; ++i) stages.template start<ROWS>(a, ahead, sources, i);
 
-  // q goes through the last tile, which the first turn of the loop fills, after a barrier of its own.
+  // q goes through the last tile, and what is free behind it, which the first turn of the loop fills, after a barrier
+  // of its own.
 #pragma unroll
   for (int i = 0; i < LOADS; ++i) {
     const int e = i * THREADS + threadIdx.x;

@@ -1,4 +1,5 @@
-// How the splits of a tile come together, within the launch that made them.
+// How the splits of a tile come together, within the launch that made them. Those of heads of more than 256 channels
+// are more than one multiprocessor merges in time: merge_splits.cu does, in a launch of its own, by all of them.
 //
 // Splits are numbered in groups of `fan`. A block stores its partials among those of its group and counts itself; the
 // last one of a group merges the group, and where there are several groups the last of these merges them. Each merge
@@ -16,14 +17,16 @@
 // At most so many partials, rows x parts, are merged at once: treeattn/backends/cuda/splits.py keeps to it.
 constexpr int MAX_PARTIALS = 1024;
 
-// Rows of a tile are merged 16 at a time.
-template <int HEAD_DIM, int TILE_ROWS> struct Readers {
-  static constexpr int ROWS = TILE_ROWS < 16 ? TILE_ROWS : 16;
-  static constexpr int COLUMNS = HEAD_DIM / 4;
+template <int HEAD_DIM> constexpr bool MERGED_APART = HEAD_DIM > 256;
+
+// Rows of a tile are merged 16 at a time, CHANNELS of them; a reader asks for AT_ONCE parts at a time.
+template <int CHANNELS, int TILE_ROWS, int AT_ONCE = 4> struct Readers {
+  static constexpr int ROWS = TILE_ROWS < 16 ? TILE_ROWS : 16, BATCH = AT_ONCE;
+  static constexpr int COLUMNS = CHANNELS / 4;
   static constexpr int LANES = power_of_two_from(COLUMNS); // head_dim 80 and 96 leave some idle
   static constexpr int COUNT = THREADS / LANES;
   static constexpr int PARTIALS = ROWS * MAX_SPLITS < MAX_PARTIALS ? ROWS * MAX_SPLITS : MAX_PARTIALS;
-  static constexpr int SUMS = COUNT * ROWS * HEAD_DIM;
+  static constexpr int SUMS = COUNT * ROWS * CHANNELS;
   static constexpr int SHARED = PARTIALS + (SUMS > PARTIALS ? SUMS : PARTIALS); // floats that `combine` needs
 };
 
@@ -74,12 +77,12 @@ __device__ __forceinline__ bool is_last(unsigned *counter, int count) {
 }
 
 // The parts `first`, `first` + stride, .. of those that a reader takes; nothing is read from `end` on.
-template <int COLUMNS, int BATCH>
+template <int PITCH, int BATCH>
 __device__ __forceinline__ void load_parts(Floats (&to)[BATCH], const Floats *column, int first, int stride, int end) {
 #pragma unroll
   for (int u = 0; u < BATCH; ++u) {
     const int at = first + u * stride;
-    if (at < end) to[u] = load_fresh(column + at * COLUMNS);
+    if (at < end) to[u] = load_fresh(column + at * PITCH);
   }
 }
 
@@ -105,13 +108,13 @@ __device__ __forceinline__ void weigh_parts(int rows, int count, float *maxima, 
   if (lane == 0 && row < rows) merged[row] = state;
 }
 
-// Merges the parts of the rows of the tile from `first_row` on and stores them as part `part` of `to`.
-template <int HEAD_DIM, int TILE_ROWS>
+// Merges the parts of the rows of the tile from `first_row` on, the columns of R from `first_column` on, and stores
+// them as part `part` of `to`.
+template <int HEAD_DIM, int TILE_ROWS, typename R>
 __device__ __forceinline__ void merge_parts(const AttentionArguments &a, const Work &w, const Parts &from,
-                                            const Parts &to, int part, int first_row, Floats *shared) {
-  using R = Readers<HEAD_DIM, TILE_ROWS>;
-  constexpr int ROWS = R::ROWS, BATCH = R::COUNT > 1 ? 4 : 16; // a reader alone has all loads to make
-  constexpr int STATES = R::PARTIALS / THREADS;
+                                            const Parts &to, int part, int first_row, int first_column,
+                                            Floats *shared) {
+  constexpr int ROWS = R::ROWS, PITCH = HEAD_DIM / 4, BATCH = R::BATCH, STATES = R::PARTIALS / THREADS;
   const int rows = min(ROWS, w.tile_rows - first_row), first_part = first_row * from.count;
   __shared__ State merged[ROWS];
   float *weights = reinterpret_cast<float *>(shared), *denominators = weights + R::PARTIALS;
@@ -126,9 +129,9 @@ __device__ __forceinline__ void merge_parts(const AttentionArguments &a, const W
     if (i * THREADS + (int)threadIdx.x < partials)
       states[i] = load_fresh(from.states + first_part + i * THREADS + threadIdx.x);
   Floats batch[BATCH] = {};
-  const Floats *numerators = from.numerators + first_part * R::COLUMNS + column;
+  const Floats *numerators = from.numerators + first_part * PITCH + first_column + column;
   const int end = reads ? partials : 0;
-  load_parts<R::COLUMNS>(batch, numerators, reader, stride, end);
+  load_parts<PITCH>(batch, numerators, reader, stride, end);
 #pragma unroll
   for (int i = 0; i < STATES; ++i) {
     const int at = i * THREADS + threadIdx.x;
@@ -144,7 +147,7 @@ __device__ __forceinline__ void merge_parts(const AttentionArguments &a, const W
   Floats sum{};
   for (int first = reader; first < end; first += BATCH * stride) {
     Floats next[BATCH] = {};
-    load_parts<R::COLUMNS>(next, numerators, first + BATCH * stride, stride, end);
+    load_parts<PITCH>(next, numerators, first + BATCH * stride, stride, end);
 #pragma unroll
     for (int u = 0; u < BATCH; ++u) {
       const int at = first + u * stride;
@@ -163,10 +166,10 @@ __device__ __forceinline__ void merge_parts(const AttentionArguments &a, const W
   if (reads) sums[(reader * ROWS + row) * R::COLUMNS + column] = sum;
   __syncthreads(); // all sums are there
   for (int e = threadIdx.x; e < rows * R::COLUMNS; e += THREADS) {
-    const int in_pass = e / R::COLUMNS;
+    const int in_pass = e / R::COLUMNS, index = (first_column + e % R::COLUMNS) * 4;
     Floats value = sums[e];
     for (int i = 1; i < stride; ++i) add_scaled(value, 1.0f, sums[i * ROWS * R::COLUMNS + e]);
-    store_partial<HEAD_DIM, TILE_ROWS>(a, w, to, part, first_row + in_pass, e % R::COLUMNS * 4, merged[in_pass], value);
+    store_partial<HEAD_DIM, TILE_ROWS>(a, w, to, part, first_row + in_pass, index, merged[in_pass], value);
   }
 }
 
@@ -174,7 +177,8 @@ __device__ __forceinline__ void merge_parts(const AttentionArguments &a, const W
 // `shared`: Readers::SHARED floats of shared memory, which all threads have done with.
 template <int HEAD_DIM, int ROWS>
 __device__ __forceinline__ void combine(const AttentionArguments &a, const Work &w, Floats *shared) {
-  if (w.splits == 1) return;
+  if (MERGED_APART<HEAD_DIM> || w.splits == 1) return;
+  using R = Readers<HEAD_DIM, ROWS>;
   const Group g = find_group(a, w);
   unsigned *counters = a.scratch.counters + tile_number(w) * (g.count + 1);
   Parts from = find_parts<HEAD_DIM, ROWS>(a, w, g, false);
@@ -183,11 +187,11 @@ __device__ __forceinline__ void combine(const AttentionArguments &a, const Work 
 #pragma unroll 1
   while (is_last(counter, from.count)) {
     const Parts to = groups ? Parts{} : find_parts<HEAD_DIM, ROWS>(a, w, g, true);
-    merge_parts<HEAD_DIM, ROWS>(a, w, from, to, g.number, 0, shared);
+    merge_parts<HEAD_DIM, ROWS, R>(a, w, from, to, g.number, 0, 0, shared);
 #pragma unroll 1
     for (int row = 16; ROWS > 16 && row < w.tile_rows; row += 16) {
       __syncthreads(); // the sums of the rows before are stored
-      merge_parts<HEAD_DIM, ROWS>(a, w, from, to, g.number, row, shared);
+      merge_parts<HEAD_DIM, ROWS, R>(a, w, from, to, g.number, row, 0, shared);
     }
     if (groups) return;
     from = to;

@@ -12,12 +12,12 @@ template <typename T, int PITCH, int SOURCES, int TILE> struct Tiles {
   }
 };
 
-// STAGES tiles as the cache has them, brought by asynchronous copies.
-template <typename T, int HEAD_DIM, int PITCH, int SOURCES, int TILE, int STAGES>
+// STAGES tiles as the cache has them, brought by asynchronous copies of all BLOCK threads.
+template <typename T, int HEAD_DIM, int PITCH, int SOURCES, int TILE, int STAGES, int BLOCK>
 struct Stages : Tiles<T, PITCH, SOURCES, TILE> {
   static constexpr int ELEMENTS = 16 / sizeof(T), VECTORS = HEAD_DIM / ELEMENTS; // of a vector, of a row
   // Neighbouring threads copy a row together, some of them nothing: what a row costs is found once for all its vectors.
-  static constexpr int LANES = VECTORS < 32 ? power_of_two_from(VECTORS) : 32, ROWS = THREADS / LANES;
+  static constexpr int LANES = VECTORS < 32 ? power_of_two_from(VECTORS) : 32, ROWS = BLOCK / LANES;
   static constexpr int TURNS = TILE / ROWS, BATCH = TURNS < 16 ? TURNS : 16;
   static_assert(TURNS % BATCH == 0, "whole batches of rows for each thread");
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.compile_matrix import nvidia
 from tests.support.builds import kept
@@ -31,7 +32,7 @@ ARCHITECTURES = {
     "100": 227 << 10,
     "120": 99 << 10,
 }
-_TEMPLATES = ("partial_attention", "attention_mma")
+_TEMPLATES = ("partial_attention", "attention_mma", "merge_splits")
 _PLAIN = ("merge_partials", "take_maxima", "rescale", "finish", "pack_partials", "scale_lse", "pull_partials")
 _COSTS = Path(__file__).with_name("costs.json")
 MODULES = (*_TEMPLATES, *_PLAIN)
@@ -59,29 +60,39 @@ _CHOICE = [
 ]
 # Of the tensor-core kernel: type of q, head dimension, rows and kind of tokens.
 _LATENT = [
-    (t, variants.LATENT[0], rows, tokens) for t in _TYPES_16 for rows in (16, 32) for tokens in _TOKENS
+    (t, variants.LATENT[0], rows, tokens) for t in _TYPES_16 for rows in (16, 32, 64) for tokens in _TOKENS
 ]
 _FEW_MMA = [
     *(("bfloat16", 128, 16, tokens) for tokens in _TOKENS[:3]),
     ("bfloat16", 128, 32, _TOKENS[0]),
-    *(("bfloat16", 128, 64, tokens) for tokens in _TOKENS[:2]),
+    *(("bfloat16", 128, rows, tokens) for rows in (64, 256) for tokens in _TOKENS[:2]),
     ("bfloat16", 256, 16, _TOKENS[0]),
     ("bfloat16", 512, 16, _TOKENS[0]),
     ("float16", 576, 16, _TOKENS[0]),
     ("bfloat16", 576, 32, _TOKENS[0]),
+    ("bfloat16", 576, 64, _TOKENS[0]),
 ]
 _FEW_NARROW = (128, 576)  # head dimensions with a cache of 8 bits
 
 
+class Launch(NamedTuple):
+    """Of a kernel: bytes of dynamic shared memory, and threads, of a block."""
+
+    shared: int = 0
+    threads: int = 128
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One kernel on one architecture; shared: bytes of a block, those of the launch included."""
+    """One kernel on one architecture; shared: bytes of a block, those of the launch included. threads: of a
+    block."""
 
     expression: str
     arch: str
     registers: int
     stack: int
     shared: int
+    threads: int
     counts: dict[str, int]
 
     @property
@@ -101,8 +112,8 @@ class Row:
 
     @property
     def resident_blocks(self) -> int:
-        """Blocks of 128 threads that the registers and the shared memory of a multiprocessor allow."""
-        by_registers = 65536 // (-(-self.registers * 32 // 256) * 256 * 4)
+        """Blocks that the registers and the shared memory of a multiprocessor allow."""
+        by_registers = 65536 // (-(-self.registers * 32 // 256) * 256 * (self.threads // 32))
         return min(by_registers, (ARCHITECTURES[self.arch] + 1024) // (self.shared + 1024), 16)
 
 
@@ -111,23 +122,26 @@ def costs() -> dict[str, dict[str, dict[str, int]]]:
     return json.loads(_COSTS.read_text())  # type: ignore[no-any-return]
 
 
-def expressions(module: str, arch: str, whole: bool = False) -> dict[str, int]:
-    """Kernels of a module that the backend can ask for, with the shared memory of their launch.
+def expressions(module: str, arch: str, whole: bool = False) -> dict[str, Launch]:
+    """Kernels of a module that the backend can ask for, and how it launches them.
 
     whole=False: a choice of them that compiles in seconds, the narrow and the demanding ones.
     """
     if module == "pull_partials":
-        return {f"{module}<{tables}>": 0 for tables in ("InParameters", "InMemory")}
+        return {f"{module}<{tables}>": Launch() for tables in ("InParameters", "InMemory")}
     if module in _PLAIN:
-        return {module: 0}
+        return {module: Launch()}
+    if module == "merge_splits":
+        found = [variants.merge_kernel(512, rows) for rows in ((1, 2, 16, 32, 64) if whole else (2, 64))]
+        return {kernel: Launch() for kernel in found if kernel}
     if module == "partial_attention":
         every = [(kind, variants.HEAD_DIMS, _ROWS, _TOKENS[:2]) for kind in ("float", *_TYPES_16)] + _FEW
         chosen = every if whole else _CHOICE
         kinds = itertools.chain.from_iterable(itertools.product([kind], *rest) for kind, *rest in chosen)
-        return {variants.fma_kernel(*one).expression: 0 for one in kinds}
+        return {variants.fma_kernel(*one).expression: Launch() for one in kinds}
     if int(arch) < 80:
         return {}
-    every = itertools.product(_TYPES_16, variants.HEAD_DIMS, (16, 32, 64), _TOKENS)
+    every = itertools.product(_TYPES_16, variants.HEAD_DIMS, (16, 32, 64, 256), _TOKENS)
     kinds = [*every, *_LATENT] if whole else _FEW_MMA
     found = [
         variants.mma_kernel(q_type, kv_type, head_dim, rows, ARCHITECTURES[arch], tokens)
@@ -137,7 +151,7 @@ def expressions(module: str, arch: str, whole: bool = False) -> dict[str, int]:
         or whole
         or ((kv_type, tokens) == ("float8_e4m3fn", _TOKENS[0]) and head_dim in _FEW_NARROW)
     ]
-    return {kernel.expression: kernel.shared_bytes for kernel in found if kernel}
+    return {kernel.expression: Launch(kernel.shared_bytes, kernel.threads) for kernel in found if kernel}
 
 
 def compiled(module: str, arch: str, whole: bool = False) -> list[Row]:
@@ -147,7 +161,12 @@ def compiled(module: str, arch: str, whole: bool = False) -> list[Row]:
     def measure(file: Path) -> None:
         found = nvidia.kernels(nvidia.compile_cubin(source(module), list(wanted), arch))
         rows = [
-            Row(name, arch, kernel.registers, kernel.stack, kernel.shared + wanted[name], kernel.counts)
+            Row(
+                *(name, arch, kernel.registers, kernel.stack),
+                shared=kernel.shared + wanted[name].shared,
+                threads=wanted[name].threads,
+                counts=kernel.counts,
+            )
             for name, kernel in ((_plain(mangled), kernel) for mangled, kernel in found.items())
         ]
         file.write_text(json.dumps([asdict(row) for row in rows]))

@@ -292,6 +292,7 @@ CASES = (
     Case("bfloat16", 128, group=4, queries=7, splits=3),
     Case("bfloat16", 128, group=4, queries=35, kv_heads=1, batch=2, lengths=(150, 40), splits=3),
     Case("bfloat16", 64, group=2, queries=64, kv_heads=1, tokens=130, drafts=64, splits=3),
+    Case("bfloat16", 80, group=4, queries=40, kv_heads=1, tokens=130, drafts=40, splits=3),
     Case("float32", 64, group=2, batch=2, splits=4),
     Case("float32", 64, group=3, queries=3, kv_heads=1, splits=2),
     Case("float32", 128, group=8, kv_heads=1, splits=5),
@@ -402,11 +403,12 @@ CASES = (
     # Latent attention: one head of keys, of which the values are a part.
     *(
         Case(t, 576, v_dim=512, kv_heads=1, group=g, splits=3)
-        for t, g in (("float16", 16), ("bfloat16", 16), ("bfloat16", 3), ("float16", 37))
+        for t, g in (("float16", 16), ("bfloat16", 16), ("bfloat16", 3), ("float16", 30), ("float16", 37))
     ),
     Case(
         "bfloat16", 576, v_dim=512, kv_heads=1, group=16, batch=4, tokens=70, lengths=(70, 33, 1, 0), splits=2
     ),
+    Case("bfloat16", 576, v_dim=512, kv_heads=1, group=128, batch=2, lengths=(150, 33), splits=3),
     Case("bfloat16", 576, v_dim=512, kv_heads=1, group=4, tokens=0, splits=2),
     Case("bfloat16", 576, v_dim=512, kv_heads=2, group=4, layout="heads", splits=2),
     Case("float16", 576, v_dim=512, kv_heads=1, group=5, queries=4, layout="gaps", splits=2),

@@ -22,6 +22,7 @@ class Fault(NamedTuple):
 _SOURCES = {
     "fma": "partial_attention.cu",
     "mma": "attention_mma.cu",
+    "merge": "merge_splits.cu",
     "pull": "pull_partials.cu",
 }
 
@@ -161,9 +162,20 @@ FAULTS = {
     ),
     "columns_stored_early": Fault("mma", "__syncthreads(); // the warps' partials are there", "", "latent"),
     "stages_reused_early_latent": Fault("mma", "__syncthreads(); // the tiles are free", "", "latent"),
+    # Many rows and channels, and the merge of their splits in a launch of its own.
+    "no_query_barrier_many": Fault("mma", "__syncthreads(); // q is there", "", "many_latent"),
+    "scores_of_another_row": Fault("mma", "parts + ((warp - channels) *", "parts + (0 *", "many_latent"),
+    "merged_row_of_another_block": Fault("merge", "blockIdx.x / (HEAD_DIM / CHANNELS),", "0,", "apart"),
+    "slice_merged_again": Fault("merge", "slice * R::COLUMNS,", "slice / 2 * R::COLUMNS,", "apart"),
+    "last_split_forgotten": Fault(
+        "merge", "w.splits = a.scratch.fan;", "w.splits = a.scratch.fan - 1;", "apart"
+    ),
+    "no_states_barrier_apart": Fault("merge", "__syncthreads(); // all states", "// ", "apart"),
+    "no_weights_barrier_apart": Fault("merge", "__syncthreads(); // all weights", "// ", "apart"),
+    "no_sums_barrier_apart": Fault("merge", "__syncthreads(); // all sums", "// ", "apart"),
     "misaligned_scratch": Fault(
         "fma",
-        "*numerators = from.numerators + first_part * R::COLUMNS + column;",
+        "*numerators = from.numerators + first_part * PITCH + first_column + column;",
         "*numerators = reinterpret_cast<const Floats *>(&from.numerators[column].element[1]);",
     ),
 }

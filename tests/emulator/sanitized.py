@@ -140,6 +140,27 @@ def run_latent(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
     print("NaN" if np.isnan(records).any() else "finite")
 
 
+def run_apart(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
+    """Two latent heads in more splits than a warp has lanes, most of them empty."""
+    runtime = EmulatorRuntime(seed=3, sanitizer=sanitizer, edit=edit)
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, n, h, 576)).astype(np.float16) for n, h in ((1, 2), (70, 1)))
+    records = np.empty((1, 2, 1, 514), np.float32)
+    verbs.attend(cuda, q, k, k[..., :512], records, scale=0.1, num_splits=41, runtime=runtime)
+    print("NaN" if np.isnan(records).any() else "finite")
+
+
+def run_many_latent(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
+    """Two tiles of rows, of which the second is nearly empty; in one split, since the merge of two would be
+    more blocks than run under ThreadSanitizer."""
+    runtime = EmulatorRuntime(seed=3, sanitizer=sanitizer, edit=edit)
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, n, 1, 576)).astype(np.float16) for n in (66, 100))
+    records = np.empty((1, 1, 66, 514), np.float32)
+    verbs.attend(cuda, q, k, k[..., :512], records, scale=0.1, num_splits=1, runtime=runtime)
+    print("NaN" if np.isnan(records).any() else "finite")
+
+
 def run_tall(sanitizer: str, name: str, edit: Callable[[str], str]) -> None:
     """Three splits of a tile of 41 rows."""
     vars(attention)["choose_splits"] = lambda load, number: Splits(number, 2)
@@ -183,7 +204,7 @@ def main() -> None:
     else:
         way = kernel.removeprefix("fma").removeprefix("mma")
         runs = {"": run_attention, "_visible": run_visible, "_cache": run_cache}
-        runs |= {"latent": run_latent, "tall": run_tall}
+        runs |= {"latent": run_latent, "many_latent": run_many_latent, "apart": run_apart, "tall": run_tall}
         run = runs.get(way, run_pull)
         run(sanitizer, kernel, str if fault == "clean" else planted(FAULTS[fault]))
 

@@ -68,7 +68,7 @@ def test_emulator_is_exact(case: Case) -> None:
     records = attend(case, runtime)
     out, lse = finished(records, lambda *arrays: verbs.finish(cuda, *arrays, runtime=runtime))
     case.check(out, lse, is_tensor_core_case(case))
-    assert runtime.launches == 2
+    assert runtime.launches == 2 + (case.width > 256)  # the merge of wide heads is one of its own
 
 
 @pytest.mark.parametrize("case", [*CASES, *ON_THE_PROCESSOR], ids=str)

@@ -78,7 +78,7 @@ def test_every_number_of_8_bits_is_widened(kind: str, q_kind: Any) -> None:
 @needs_emulator
 @pytest.mark.parametrize(
     ("kind", "head_dim", "group", "visible"),
-    sample(2, itertools.product(TYPES_8, [64, 80, 128], [1, 8], [False, True])),
+    sample(2, itertools.product(TYPES_8, [64, 80, 128], [1, 8, 48], [False, True])),
 )
 def test_caches_of_8_bits_are_exact(kind: str, head_dim: int, group: int, visible: bool) -> None:
     """On the widened inputs."""

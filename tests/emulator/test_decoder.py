@@ -29,7 +29,8 @@ def test_decode_is_exact(runtime: EmulatorRuntime, case: Case) -> None:
     host_lengths = None if lengths is None else lengths.tolist()
     out, lse = treeattn.decode(q, k, v, lengths=host_lengths, scale=case.scale, device="cuda")
     case.check(out, lse, is_tensor_core_case(case) or not case.tensor_cores)
-    assert runtime.launches == 2  # attention and finish: one rank has nothing to merge
+    # Attention and finish: one rank has nothing to merge. Between them splits of wide heads are merged.
+    assert 2 <= runtime.launches <= 2 + (case.width > 256)
 
 
 def test_tensor_cores_can_be_switched_off(runtime: EmulatorRuntime, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -181,12 +181,36 @@ def tall_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
     return records
 
 
+def apart_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
+    """Of four latent heads, in more splits than a warp has lanes, most of them empty."""
+    runtime = EmulatorRuntime(seed=seed, edit=planted(FAULTS[fault]) if fault else str)
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 1, 4, 576)).astype(np.float16)
+    k = rng.standard_normal((1, 300, 1, 576)).astype(np.float16)
+    records = np.full((1, 4, 1, 514), 77, np.float32)
+    verbs.attend(cuda, q, k, k[..., :512], records, scale=0.1, num_splits=41, runtime=runtime)
+    return records
+
+
+def many_latent_records_of(kernel: str, seed: int, fault: str | None) -> np.ndarray:
+    """Of a latent head with 70 rows: a tile of 64, and what is left of another."""
+    runtime = EmulatorRuntime(seed=seed, edit=planted(FAULTS[fault]) if fault else str)
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((1, 35, 2, 576)).astype(np.float16)
+    k = rng.standard_normal((1, 100, 1, 576)).astype(np.float16)
+    records = np.full((1, 2, 35, 514), 77, np.float32)
+    verbs.attend(cuda, q, k, k[..., :512], records, scale=0.1, num_splits=3, runtime=runtime)
+    return records
+
+
 RECORDS_OF = {
     "plain": records_of,
     "tables": visible_records_of,
     "cache": cache_records_of,
     "latent": latent_records_of,
     "tall": tall_records_of,
+    "many_latent": many_latent_records_of,
+    "apart": apart_records_of,
 }
 
 

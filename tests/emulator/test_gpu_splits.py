@@ -19,7 +19,14 @@ from .stopwatch import EmulatorStopwatch
 
 SCRIPT = ROOT / "benchmarks" / "gpu_splits.py"
 TRUE = Constants(
-    launch=4.2, wave=0.9, megabyte=0.51, l2_megabyte=0.37, latency=0.62, level=1.7, merged_megabyte=14.0
+    launch=4.2,
+    wave=0.9,
+    megabyte=0.51,
+    l2_megabyte=0.37,
+    latency=0.62,
+    level=1.7,
+    merged_megabyte=14.0,
+    next_launch=splits.shipped().next_launch,  # no row tells of it
 )
 
 
@@ -75,7 +82,11 @@ def test_what_no_row_tells_of_stays() -> None:
 @pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 def test_a_sweep_from_end_to_end(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(benchmark, "ROWS", (1, 128))
-    rows = benchmark.measure(EmulatorStopwatch(20_000), 1, tokens=(100,), numbers=(1, 3))
+    kept: list[int] = []
+    rows = benchmark.measure(
+        EmulatorStopwatch(20_000), 1, (100,), (1, 3), keep=lambda found: kept.append(len(found))
+    )
+    assert kept == [2, 4, 6, 8]  # after each sweep what there is, so that a run that is ended has rows
     assert [(r["kv_heads"], r["rows"], r["tokens"], r["splits"]) for r in rows] == [
         (kv_heads, count, 100, number) for kv_heads in (1, 8) for count in (1, 128) for number in (1, 3)
     ]

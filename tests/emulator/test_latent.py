@@ -111,6 +111,25 @@ def test_stages_are_as_many_as_fit() -> None:
     assert [kernel.expression[-2] for kernel in kernels[1:] if kernel] == ["2", "3", "2"]
 
 
+def test_many_heads_are_one_tile_where_shared_memory_holds_it() -> None:
+    """Of 64 rows by eight warps, on sm_80 and 90; on sm_86 of 32."""
+    kernels = [variants.mma_kernel("float16", "float16", 576, 128, kib << 10) for kib in (64, 99, 163, 227)]
+    assert [(kernel.rows, kernel.threads) for kernel in kernels[1:] if kernel] == [(32, 128)] + [
+        (64, 256)
+    ] * 2
+
+
+@needs_emulator
+@pytest.mark.parametrize(("splits", "launches"), [(1, 1), (5, 2)])
+def test_splits_are_merged_by_many_blocks(splits: int, launches: int) -> None:
+    """One for each row and 64 channels, in a launch of its own."""
+    q, k = made_up(np.float16, 200)
+    runtime, records = EmulatorRuntime(), np.zeros((1, 16, 1, 514), np.float32)
+    planned = cuda.PlannedAttention(records, scale=SCALE, num_splits=splits, runtime=runtime)
+    planned(q, k, k[..., :512])
+    assert (planned.load.merging, runtime.launches) == (16 * 8, launches)
+
+
 def test_what_cannot_be(runtime: EmulatorRuntime) -> None:
     q, k = made_up(np.float16, 9)
     with pytest.raises(ArgumentError, match="the first ones of the keys: pass v=None and v_dim=512"):

@@ -70,7 +70,7 @@ def run(sanitizer: str, what: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "kernel",
     [f"{path}{way}" for path in ("fma", "mma") for way in ("", "_visible", "_cache")]
-    + ["latent", "tall", "pull", "scatter", "nodes"],
+    + ["latent", "many_latent", "apart", "tall", "pull", "scatter", "nodes"],
 )
 def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
     result = run(sanitizer, f"{kernel}:clean")
@@ -101,6 +101,10 @@ def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
         ("latent:no_query_barrier_latent", "attention_mma.cu"),
         ("latent:stage_filled_too_early", "attention_mma.cu"),
         ("latent:columns_stored_early", "attention_mma.cu"),
+        ("many_latent:no_query_barrier_many", "attention_mma.cu"),
+        ("apart:no_states_barrier_apart", "combine.cuh"),
+        ("apart:no_weights_barrier_apart", "combine.cuh"),
+        ("apart:no_sums_barrier_apart", "combine.cuh"),
         ("shared_race", "faults.cu"),
         ("pull:relaxed_number", "pull_partials.cu"),
         ("pull:relaxed_look", "pull_partials.cu"),

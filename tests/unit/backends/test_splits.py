@@ -13,10 +13,19 @@ from tests.support.drawn import examples
 from treeattn.backends.cuda import splits, variants
 from treeattn.backends.cuda.arguments import MAX_GRID
 from treeattn.backends.cuda.attention import divisor, most_queries
-from treeattn.backends.cuda.splits import Constants, Load, choose_splits, predict, rounded_steps
+from treeattn.backends.cuda.splits import Constants, Load, choose_splits, merge_time, predict, rounded_steps
 from treeattn.errors import BackendError
 
-SIMPLE = Constants(launch=100, wave=10, megabyte=3, l2_megabyte=1, latency=4, level=7, merged_megabyte=1000)
+SIMPLE = Constants(
+    launch=100,
+    wave=10,
+    megabyte=3,
+    l2_megabyte=1,
+    latency=4,
+    level=7,
+    merged_megabyte=1000,
+    next_launch=50,
+)
 
 
 def load(heads: int, kv_heads: int, tokens: int, resident: int = 2, dtype: str = "bfloat16") -> Load:
@@ -133,6 +142,30 @@ def test_tiles_that_share_tokens_are_cut_to_run_at_once() -> None:
         predict(alone, 66, 9, splits.shipped())
     )
     assert choose_splits(latent).number * 4 <= 264
+
+
+def test_the_merge_of_wide_heads_by_hand() -> None:
+    """In a launch of its own, by as many multiprocessors as it has blocks for, and no faster than the L2."""
+    work = Load(3, 16, 6400, 512, 1152, 32, 64, slots=40, multiprocessors=20, merging=3 * 16 * 8)
+    partials = 3 * 10 * 16 * 514 * 4 / 1e6
+    assert merge_time(work, 10, 10, SIMPLE) == pytest.approx(50 + 7 + 1000 / 20 * partials)
+    few = work._replace(merging=12)
+    assert merge_time(few, 10, 10, SIMPLE) == pytest.approx(50 + 7 + 1000 / 12 * partials)
+    slow = SIMPLE._replace(l2_megabyte=100)
+    assert merge_time(work, 10, 10, slow) == pytest.approx(50 + 7 + 100 * partials)
+    assert merge_time(work, 1, 1, SIMPLE) == 0
+    bare = predict(work, 10, 10, SIMPLE._replace(next_launch=0, level=0, merged_megabyte=0, l2_megabyte=1e-9))
+    whole = predict(work, 10, 10, SIMPLE._replace(l2_megabyte=1e-9))
+    assert whole - bare == pytest.approx(float(merge_time(work, 10, 10, SIMPLE)))
+
+
+@pytest.mark.parametrize("number", [None, 2, 132, 256])
+def test_a_launch_of_its_own_merges_all_splits_at_once(number: int | None) -> None:
+    latent = Load(1, 16, 65536, 512, 1152, 32, 32, slots=264, multiprocessors=132, merging=128)
+    chosen = choose_splits(latent, number)
+    assert chosen.fan == chosen.number
+    assert chosen.number == number or (number is None and chosen.number >= 132)
+    assert choose_splits(latent._replace(merging=0), 132).fan < 132  # for one block that is too much at once
 
 
 def test_tokens_are_looked_at_by_six_bits() -> None:

@@ -26,7 +26,7 @@ from treeattn.backends.cuda.cache import CacheType
 from treeattn.backends.cuda.runtime import THREADS, Runtime, check_records, default_runtime, structure
 from treeattn.backends.cuda.splits import MAX_SPLITS, Load, Splits, choose_splits, rounded_steps
 from treeattn.backends.cuda.tables import VisibleTables
-from treeattn.backends.cuda.variants import TYPES, Tokens, Variant, choose_variant
+from treeattn.backends.cuda.variants import TYPES, Tokens, Variant, choose_variant, merge_blocks
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 
@@ -71,9 +71,10 @@ class PlannedAttention:
     pages] int32 on the device, below 0 where there is none, not looked at; k and v are then [all pages,
     page_size, ..]. Raises `ArgumentError`, and `BackendError` for a head_dim without a kernel.
 
-    Calling it with the arrays of the last call (the same objects) is one launch: nothing is derived,
-    allocated or waited for. It keeps references to them and to its workspace until the next call. With
-    `tables`, tables of the last call are compared, and queued to the device where they changed.
+    Calling it with the arrays of the last call (the same objects) is one launch, and for heads of more than
+    256 channels in several splits one more, which merges these: nothing is derived, allocated or waited for.
+    It keeps references to them and to its workspace until the next call. With `tables`, tables of the last
+    call are compared, and queued to the device where they changed.
     """
 
     def __init__(
@@ -256,7 +257,8 @@ class PlannedAttention:
             raise ArgumentError(f"{queries} queries of {heads} heads are too many for one launch: split them")
         self._variant = variant
         self._kernel = runtime.kernel(variant.module, variant.expression, variant.shared_bytes)
-        resident = runtime.resident_blocks(self._kernel, THREADS, variant.shared_bytes)
+        resident = runtime.resident_blocks(self._kernel, variant.threads, variant.shared_bytes)
+        self._merge = runtime.kernel("merge_splits", variant.merge) if variant.merge else None
         self.load = Load(
             tiles=batch * tiles,
             rows=min(variant.rows, rows),
@@ -269,6 +271,7 @@ class PlannedAttention:
             multiprocessors=runtime.multiprocessors,
             sharing=tiles // kv_heads,
             batch=batch,
+            merging=batch * tiles * merge_blocks(variant, v_dim, rows),
         )
         self.splits, self._steps = Splits(0, 0), -1  # none yet
 
@@ -291,14 +294,22 @@ class PlannedAttention:
 
     def _cut(self, splits: Splits, batch: int) -> None:
         """Make the launch of so many splits."""
-        a, shared = self._arguments, self._variant.shared_bytes
+        a, load, variant = self._arguments, self.load, self._variant
         self._reserve(splits)
-        scratch = a["scratch"]
-        scratch["fan"] = splits.fan
+        scratch, fan = a["scratch"], splits.number if self._merge else splits.fan
+        scratch["fan"] = fan
         scratch["by_splits"], scratch["by_splits_shift"] = divisor(splits.number)
-        scratch["by_fan"], scratch["by_fan_shift"] = divisor(splits.fan)
-        grid = (splits.number, self.load.tiles // batch, batch)
-        self._launch = functools.partial(self._kernel, grid, (THREADS,), (a,), shared_mem=shared)
+        scratch["by_fan"], scratch["by_fan_shift"] = divisor(fan)
+        grid = (splits.number, load.tiles // batch, batch)
+        launch = functools.partial(
+            self._kernel, grid, (variant.threads,), (a,), shared_mem=variant.shared_bytes
+        )
+        if self._merge is not None and splits.number > 1:
+            grid = (load.merging // load.tiles, *grid[1:])
+            merge = functools.partial(self._merge, grid, (THREADS,), (a,))
+            self._launch = lambda: (launch(), merge())
+        else:
+            self._launch = launch
         self.splits = splits
 
     def _reserve(self, splits: Splits) -> None:

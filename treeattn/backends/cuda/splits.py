@@ -3,7 +3,7 @@
 A launch costs, in microseconds::
 
     launch + wave * waves + hypot(max(megabyte * M, l2_megabyte * L), latency * rounds)
-    + level * levels + merged_megabyte * P
+    + level * levels + merged_megabyte * P + next_launch
 
 Blocks that do not fit the device at once run in waves. L: megabytes of keys and values that all tiles of
 rows read, times multiprocessors over busy ones where blocks are too few for all. M: those that come from
@@ -11,7 +11,9 @@ memory; tiles that read the same tokens in one wave have them from there once, a
 rounds: how often a block waits for memory, with as many tokens asked for at once as its kernel asks for. The
 bounds of bytes and of waiting are smoothed into one, since memory that is busy answers late. levels: merges
 one after another, of the splits of a group and, if there are several groups, of these. P: megabytes of
-partials that the last block of each level reads.
+partials that the last block of each level reads. Heads of more than 256 channels are merged on one level by
+a launch of its own, `next_launch` behind the first: P is then what one multiprocessor of those that take part
+reads, and all of them read no more at a time than the L2 cache gives.
 
 The constants lie in splits.json beside this file, with the device that they were measured on, if they were:
 ``benchmarks/gpu_splits.py`` measures and writes them.
@@ -52,6 +54,7 @@ class Constants(NamedTuple):
     latency: float
     level: float
     merged_megabyte: float
+    next_launch: float
 
 
 class Load(NamedTuple):
@@ -60,7 +63,8 @@ class Load(NamedTuple):
     tiles: batch * KV heads * tiles of rows, which is the blocks of one split. rows: of a tile. tokens: of the
     shard. token_bytes: of a token's key and value in one KV head. step, in_flight: of the kernel's
     `Variant`. slots: blocks that the device holds at once. sharing: tiles of rows that read the same tokens.
-    batch: sequences; the blocks of one come before those of the next.
+    batch: sequences; the blocks of one come before those of the next. merging: blocks of the launch that
+    merges the splits; 0: the last blocks of the launch that makes them do.
     """
 
     tiles: int
@@ -74,6 +78,7 @@ class Load(NamedTuple):
     multiprocessors: int
     sharing: int = 1
     batch: int = 1
+    merging: int = 0
 
 
 class Splits(NamedTuple):
@@ -119,18 +124,24 @@ def predict(load: Load, splits: ArrayLike, fan: ArrayLike, constants: Constants)
     # Waves over which the tiles are spread that read the same tokens: each has them from memory anew.
     readings = np.minimum(load.sharing, np.ceil(blocks / load.batch / load.slots))
     streamed = np.maximum(c.megabyte * megabytes * readings / load.sharing, c.l2_megabyte * megabytes)
-    groups = np.ceil(splits / fan)
-    levels = (splits > 1) * (1 + (groups > 1))
-    parts = (splits > 1) * (fan + (groups > 1) * groups)
-    merged = load.rows * parts * (load.head_dim + partial.EXTRA) * 4 / 1e6
     time: Array = (
-        c.launch
-        + c.wave * waves
-        + np.hypot(streamed, c.latency * rounds)
-        + c.level * levels
-        + c.merged_megabyte * merged
+        c.launch + c.wave * waves + np.hypot(streamed, c.latency * rounds) + merge_time(load, splits, fan, c)
     )
     return time
+
+
+def merge_time(load: Load, splits: ArrayLike, fan: ArrayLike, constants: Constants) -> Array:
+    """What of it the merge of the splits takes."""
+    c, splits, fan = constants, np.asarray(splits), np.asarray(fan)
+    part = load.rows * (load.head_dim + partial.EXTRA) * 4 / 1e6
+    if load.merging:
+        megabyte = max(c.merged_megabyte / min(load.merging, load.multiprocessors), c.l2_megabyte)
+        time: Array = c.next_launch + c.level + megabyte * load.tiles * splits * part
+    else:
+        groups = np.ceil(splits / fan)
+        levels, parts = 1 + (groups > 1), fan + (groups > 1) * groups
+        time = c.level * levels + c.merged_megabyte * parts * part
+    return (splits > 1) * time
 
 
 def rounded_steps(tokens: int, step: int) -> int:
@@ -155,6 +166,7 @@ def _choose(load: Load, number: int | None, constants: Constants) -> Splits:
     # Groups as large as there are of them: then both levels merge as little as can be.
     square = np.ceil(np.sqrt(splits)).astype(int)
     whole = np.where(min(load.rows, 16) * splits <= MAX_PARTIALS, splits, square)
-    times = np.stack([predict(load, splits, fan, constants) for fan in (whole, square)])
+    fans = (splits,) if load.merging else (whole, square)
+    times = np.stack([predict(load, splits, fan, constants) for fan in fans])
     way, best = np.unravel_index(np.argmin(times), times.shape)
-    return Splits(int(splits[best]), int((whole, square)[way][best]))
+    return Splits(int(splits[best]), int(fans[way][best]))

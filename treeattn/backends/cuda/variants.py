@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from treeattn.errors import BackendError
@@ -25,6 +26,10 @@ TYPES_8 = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
 _BYTES = {"float": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _BESIDE = 2048  # bytes of shared memory that a block takes beside its tiles, and the system with it
 _WARPS, _UNROLL = 4, 4  # of a block; tokens that a group of lanes of the multiply-add kernel takes at a time
+_MERGED_APART = (
+    256  # heads of more channels have the merge of their splits in a launch of its own: combine.cuh
+)
+_MERGED_CHANNELS = 64  # of a block of that launch
 
 
 class Tokens(NamedTuple):
@@ -45,7 +50,8 @@ ALL_TOKENS = Tokens()
 
 class Variant(NamedTuple):
     """One kernel. expression: its C++ name. shared_bytes: of dynamic shared memory. rows: of a tile.
-    step: tokens that a block takes at a time. in_flight: tokens that it has asked memory for at once."""
+    step: tokens that a block takes at a time. in_flight: tokens that it has asked memory for at once.
+    threads: of a block. merge: the kernel that merges the splits, where this one does not."""
 
     module: str
     expression: str
@@ -53,6 +59,8 @@ class Variant(NamedTuple):
     rows: int
     step: int
     in_flight: int
+    threads: int = 32 * _WARPS
+    merge: str | None = None
 
 
 def choose_variant(
@@ -103,7 +111,19 @@ def fma_kernel(kv_type: str, head_dim: int, rows: int, tokens: Tokens = ALL_TOKE
     lanes = min(32, 1 << (vectors - 1).bit_length())  # that share a token
     step = _WARPS * (32 // lanes) * _UNROLL
     name = f"partial_attention<{kv_type}, {head_dim}, {tile}{tokens.expression}>"
-    return Variant("partial_attention", name, 0, tile, step, step)
+    merge = merge_kernel(head_dim, tile)
+    return Variant("partial_attention", name, 0, tile, step, step, merge=merge)
+
+
+def merge_kernel(v_dim: int, rows: int) -> str | None:
+    """The kernel of merge_splits.cu for tiles of so many rows; None where the last blocks of the attention
+    kernel merge."""
+    return f"merge_splits<{v_dim}, {rows}, {_MERGED_CHANNELS}>" if v_dim > _MERGED_APART else None
+
+
+def merge_blocks(variant: Variant, v_dim: int, rows: int) -> int:
+    """Blocks of the launch of its `merge` for each tile, `rows` being those of a KV head; 0 without one."""
+    return min(variant.rows, rows) * (v_dim // _MERGED_CHANNELS) if variant.merge else 0
 
 
 def mma_kernel(
@@ -115,21 +135,30 @@ def mma_kernel(
     tokens: Tokens = ALL_TOKENS,
 ) -> Variant | None:
     """The tensor-core kernel for `rows` rows of a KV head, latent where head_dim is that of latent keys; None
-    where it needs more shared memory than there is.
+    where it needs more shared memory than there is."""
+    for tile in _tiles_for(head_dim, rows, kv_type in TYPES_8):
+        kernel = _mma_kernel(q_type, kv_type, head_dim, tile, shared_limit, tokens)
+        if kernel is not None:
+            return kernel
+    return None
 
-    The first number of stages that leaves room for two blocks beside each other, else the last that fits.
-    """
-    latent = head_dim == LATENT[0]
-    tile = _tile_for(head_dim, rows)
-    narrow = kv_type in TYPES_8
+
+def _mma_kernel(
+    q_type: str, kv_type: str, head_dim: int, tile: _Tile, shared_limit: int, tokens: Tokens
+) -> Variant | None:
+    """With the first number of stages that leaves room for two blocks beside each other, else the last that
+    fits; None where none does."""
+    latent, narrow = head_dim == LATENT[0], kv_type in TYPES_8
+    v_dim, tile_rows, warps = LATENT[1] if latent else head_dim, 16 * tile.warps[0], math.prod(tile.warps)
 
     def shared_bytes(stages: int) -> int:
-        """Tiles of 16 bits in rows padded by 16 bytes, as many as stages; or one, and stages as they come.
-        Where warps share out the channels, each one's part of the scores."""
+        """Tiles of 16 bits in rows padded by 16 bytes, as many as stages; or one, and stages as they come;
+        the partials take their place. Where warps share out the channels, each one's part of the scores."""
         rows_of_tiles = (1 if latent else 2) * tile.tokens
         size = (1 if narrow else stages) * rows_of_tiles * (head_dim + 8) * 2
         size += stages * rows_of_tiles * head_dim if narrow else 0
-        return size + (_WARPS * tile.tokens // tile.warps[1] * 64 if tile.warps[2] > 1 else 0)
+        size = max(size, 4 * tile.warps[1] * tile_rows * (v_dim + 10))
+        return size + (warps * tile.tokens // tile.warps[1] * 64 if tile.warps[2] > 1 else 0)
 
     once, twice = (
         [n for n in tile.stages if blocks * (shared_bytes(n) + _BESIDE) <= shared_limit] for blocks in (1, 2)
@@ -137,14 +166,17 @@ def mma_kernel(
     if not once:
         return None
     stages = twice[0] if twice else once[-1]
-    size = shared_bytes(stages)
-    warps = "Warps<{}, {}, {}>".format(*tile.warps)
     name = (
-        f"attention_mma<{q_type}, {kv_type}, {head_dim}, {LATENT[1] if latent else head_dim}, {warps}, "
+        f"attention_mma<{q_type}, {kv_type}, {head_dim}, {v_dim}, Warps<{', '.join(map(str, tile.warps))}>, "
         f"{tile.tokens}, {stages}{tokens.expression}>"
     )
-    tile_rows, in_flight = 16 * tile.warps[0], tile.tokens * (stages - 1)
-    return Variant("attention_mma", name, size, tile_rows, tile.tokens, in_flight)
+    return Variant(
+        *("attention_mma", name, shared_bytes(stages), tile_rows),
+        step=tile.tokens,
+        in_flight=tile.tokens * (stages - 1),
+        threads=32 * warps,
+        merge=merge_kernel(v_dim, tile_rows),
+    )
 
 
 class _Tile(NamedTuple):
@@ -155,19 +187,28 @@ class _Tile(NamedTuple):
     stages: tuple[int, ...]
 
 
-def _tile_for(head_dim: int, rows: int) -> _Tile:
-    """Tiles of as many rows as there are, up to 64, where registers hold them."""
+def _tiles_for(head_dim: int, rows: int, narrow: bool) -> tuple[_Tile, ...]:
+    """Tiles of as many rows as there are, up to 64, where registers hold them, and 128 of heads of 80 to 128
+    channels, where several tiles would read the tokens: the first that fits shared memory. narrow: 8 bits, of
+    which a head of 64 needs more tokens to leave room for the merge of splits."""
     if head_dim == LATENT[0]:
-        return _Tile((1, 1, 4) if rows <= 16 else (2, 1, 2), 32, (2, 3))
+        if rows <= 16:
+            return (_Tile((1, 1, 4), 32, (2, 3)),)
+        some, many = _Tile((2, 1, 2), 32, (2, 3)), _Tile((4, 1, 2), 32, (3,))
+        return (some,) if rows <= 32 else (many, some)
     if head_dim > 256:
-        return _Tile((1, 1, 4), 16, (3, 2))
+        return (_Tile((1, 1, 4), 16, (3, 2)),)
     if rows <= 16:
-        return _Tile((1, 4, 1), 64, (3, 2))
+        return (_Tile((1, 4, 1), 64, (3, 2)),)
     if head_dim > 128:
-        return _Tile((2, 1, 2), 32, (3, 2))
+        return (_Tile((2, 1, 2), 32, (3, 2)),)
     if rows <= 32:
-        return _Tile((2, 2, 1), 64, (3, 2))
-    return _Tile((4, 1, 1), 32, (4,) if head_dim == 64 else (3,))
+        return (_Tile((2, 2, 1), 64, (3, 2)),)
+    if head_dim == 64 and narrow:
+        return (_Tile((4, 1, 1), 64, (3,)),)
+    if rows <= 128 or head_dim == 64:
+        return (_Tile((4, 1, 1), 32, (4,) if head_dim == 64 else (3,)),)
+    return (_Tile((8, 1, 1), 32, (3,)),)
 
 
 def check_head_dim(head_dim: int, v_dim: int | None = None) -> None:
