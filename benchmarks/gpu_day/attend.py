@@ -29,6 +29,7 @@ SMALL = (
     Case("bfloat16", HEAD_DIM, tokens=300, splits=3),
     Case("bfloat16", HEAD_DIM, group=4, tokens=300, splits=3),
     Case("bfloat16", 576, group=16, kv_heads=1, tokens=150, splits=2, v_dim=512),  # latent
+    Case("bfloat16", 576, group=70, kv_heads=1, tokens=100, splits=2, v_dim=512),  # by eight warps
     Case("float16", HEAD_DIM, group=4, queries=12, kv_heads=1, tokens=200, splits=2),  # many rows
     Case("float16", 64, group=2, queries=6, tokens=200, drafts=6, splits=2),  # a token tree
     Case("bfloat16", 256, group=4, queries=3, tokens=200, window=(90, None), softcap=20.0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +66,23 @@ def test_cases_for_the_sanitizers_are_right(case: same_bits.Case) -> None:
     results = attend.attend(EmulatorRuntime(), case)
     case.check(results.out, results.lse, same_bits.is_tensor_core_case(case))
     assert np.isfinite(results.records).all()
+
+
+@pytest.mark.parametrize(("which", "allocators"), [("small", [None]), ("large", [])])
+def test_the_sanitizers_do_without_the_pool(
+    monkeypatch: pytest.MonkeyPatch, which: str, allocators: list[Any]
+) -> None:
+    """It would hide an overrun within it; timed launches keep it."""
+    found: list[Any] = []
+    cupy = SimpleNamespace(cuda=SimpleNamespace(set_allocator=found.append))
+    runtime = SimpleNamespace(problem=lambda: None, current=EmulatorRuntime)
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(attend, "cupy_runtime", runtime)
+    monkeypatch.setattr(attend, "SMALL", ())
+    monkeypatch.setattr(attend, "LARGE", ())
+    monkeypatch.setattr(attend, "pull", lambda runtime: None)
+    attend.main(which)
+    assert found == allocators
 
 
 def test_the_reduction_for_the_sanitizers_is_right() -> None:

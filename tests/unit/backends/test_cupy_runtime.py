@@ -465,7 +465,11 @@ def test_memory_for_other_processes_is_cudas_own_and_zero(use):
     ("fails", "error", "message"),
     [
         ("malloc", BackendError, "out of GPU memory: cudaError"),
-        ("ipcGetMemHandle", TransportError, "exposes no memory: cudaErrorNotSupported.*'nccl' or 'host'"),
+        (
+            "ipcGetMemHandle",
+            TransportError,
+            "exposes no memory: cudaErrorNotSupported.*--gpu-bind=none.*'nccl' or 'host'",
+        ),
     ],
 )
 def test_memory_that_cannot_be_exposed(use, fails, error, message):

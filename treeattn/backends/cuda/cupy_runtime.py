@@ -21,8 +21,9 @@ from treeattn.errors import ArgumentError, BackendError, TransportError
 
 _INSTALL = "install treeattn[cuda12] or treeattn[cuda13], whichever CUDA version the driver has (nvidia-smi)"
 _NO_IPC = (
-    "transport='peer' needs peer access between the GPUs (nvidia-smi topo -p2p r), no MIG partitions, and in "
-    "containers the IPC and PID namespaces of the host; else take transport='nccl' or 'host'"
+    "transport='peer' needs peer access between the GPUs (nvidia-smi topo -p2p r), no MIG partitions, in "
+    "containers the IPC and PID namespaces of the host, and from Slurm --gpus-per-node and --gpu-bind=none, "
+    "so that a rank sees the others' GPUs; else take transport='nccl' or 'host'"
 )
 _SHARED_UNIT = 2 << 20
 
