@@ -320,7 +320,7 @@ def test_a_captured_step_sees_anew(kernel: str, monkeypatch: pytest.MonkeyPatch)
             assert (bits(array) == bits(bits_of)).all()
         assert runtime.launches == before
     assert runtime.launches > launches
-    with pytest.raises(ArgumentError, match="must lie between 0 .* and the shard's 900"):
+    with pytest.raises(ArgumentError, match="must lie between 0 and the shard's 900"):
         step([901, 3])
     with pytest.raises(ArgumentError, match="q_positions have shape"):
         step(q_positions=np.arange(4))
