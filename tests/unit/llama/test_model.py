@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from treeattn.backends.cpu.device import Cpu
 from treeattn.errors import ArgumentError
 from treeattn.llama import Llama, Rope, Session, read_config
 from treeattn.llama import model as model_module
+from treeattn.llama import session as session_module
 from treeattn.llama.model import inverse_frequencies
 
 GOLDEN = np.load(Path(__file__).parents[2] / "golden" / "llama" / "logits.npz")
@@ -74,7 +76,7 @@ def interleaved(x, cosine, sine):
     [
         (model_module, "rotate", interleaved),
         (model_module, "inverse_frequencies", lambda rope, d: inverse_frequencies(rope, d)[::-1]),
-        (Session, "_scale", 1.0),
+        (session_module, "math", SimpleNamespace(sqrt=lambda head_dim: 1.0)),
     ],
 )
 def test_wrong_arithmetic_is_caught_by_the_logits(tmp_path, monkeypatch, where, name, wrong):
