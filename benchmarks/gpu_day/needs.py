@@ -19,7 +19,7 @@ MODULES = {
     "numpy": _EVERY,
     "ml_dtypes": _EVERY,
     "cupy": _EVERY,
-    "safetensors": "doctor, host, model, compare",
+    "safetensors": _EVERY,
     "click": "doctor, roofline, host, compare",
     "rich": "doctor, roofline, host, compare",
     "msgspec": "doctor, roofline, host, model, compare, node",

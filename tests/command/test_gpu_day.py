@@ -160,6 +160,15 @@ def test_what_is_missing_is_named_at_once(day: Any, monkeypatch: pytest.MonkeyPa
     assert all(re.fullmatch(r".+: .*(steps?|ranks|compare).*\(.+\)", line) for line in said[2:])
 
 
+def test_what_some_steps_alone_need_is_not_needed_by_all() -> None:
+    """Each step records its result, and those that only measure kernels are in no list."""
+    absent = [name for name, steps in needs.MODULES.items() if steps != "every step"]
+    program = f"import sys; sys.modules.update(dict.fromkeys({absent})); import gpu_day.record"
+    program += ", gpu_kernel, gpu_shapes, gpu_splits"
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'benchmarks'}"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=300)
+
+
 def test_the_steps_that_need_something_are_steps() -> None:
     for steps in {*needs.MODULES.values(), *needs.PROGRAMS.values()} - {"every step"}:
         assert {step.partition(" (")[0] for step in steps.split(", ")} <= set(STEPS)
