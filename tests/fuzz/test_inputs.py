@@ -59,10 +59,10 @@ def _zip(**members: str) -> bytes:
     return content.getvalue()
 
 
-def _gguf(length: int) -> bytes:
-    """A file of one field, which says that it is an array of so many whole numbers; none follow."""
-    version, tensors, fields, name, array, uint32 = 3, 0, 1, b"x", 9, 4
-    head = (version, tensors, fields, len(name), name, array, uint32, length)
+def _gguf(length: int, kind: int) -> bytes:
+    """A file of one field, which says that it is an array of so many numbers; none follow."""
+    version, tensors, fields, name, array = 3, 0, 1, b"x", 9
+    head = (version, tensors, fields, len(name), name, array, kind, length)
     return b"GGUF" + struct.pack("<IQQQ1sIIQ", *head)
 
 
@@ -90,7 +90,8 @@ FOUND = [
     ("schedule", _mscclpp(LONG)),
     ("schedule", _mscclpp("a\nb")),
     ("npz", _zip(beams="no array")),
-    ("gguf", _gguf(2**60)),
+    ("gguf", _gguf(2**60, kind=4)),
+    ("gguf", _gguf(2**19, kind=0) + bytes(2**19)),
 ]
 
 
