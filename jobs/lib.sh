@@ -218,10 +218,23 @@ cut_off() {
     srun) scancel --signal=TERM "$job" || true ;; # a job that somebody cancels has had it already
     mpirun) kill -TERM "$running" || true ;;      # it may just have ended
   esac
-  if [ -n "$job" ] && [ "$(squeue --noheader --jobs="$job" --format=%T)" != RUNNING ]; then
+  [ -n "$job" ] || return 0
+  local state
+  state=$(state_of_job)
+  if [ -n "$state" ] && [ "$state" != RUNNING ]; then
     stopped='by Slurm'
-    say "ended by Slurm: unless Slurm starts it again, TREEATTN_RUN=$run and the same sbatch go on from there"
+    say "ended by Slurm: unless Slurm starts it again, TREEATTN_RUN=$run and the same sbatch go on from there ($state)"
   fi
+}
+
+# What Slurm says of the job. One that is too busy to answer is asked again; nothing: it never did.
+state_of_job() {
+  local state
+  for _ in 1 2 3 4 5; do
+    state=$(squeue --noheader --jobs="$job" --format=%T) && [ -n "$state" ] && break
+    sleep 1
+  done
+  echo "$state"
 }
 
 # Back into the queue, where there is one: the same script finds the same folder and goes on from there.

@@ -49,7 +49,8 @@ if [ -n "${programs:-}" ]; then
 fi
 exec mpiexec -n "$tasks" "$@" """,
     "scancel": 'echo "scancel $*" >> "$CALLS"; kill -TERM "$(cat "$CALLS.srun")"',
-    "squeue": "echo ${STATE:-RUNNING}",
+    # Too busy to answer at first.
+    "squeue": '[ -e "$CALLS.squeue" ] && echo ${STATE:-RUNNING} || { touch "$CALLS.squeue"; exit 1; }',
     "scontrol": 'echo "scontrol $*" >> "$CALLS"',
 }
 JOB = {
