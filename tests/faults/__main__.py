@@ -1,6 +1,6 @@
 """Does every row, measures from the fault to the end of the last process, and writes results and the page.
 
-python -m tests.faults [REPEATS]
+python -m tests.faults [REPEATS [commands|programs|elsewhere]]
 """
 
 from __future__ import annotations
@@ -28,30 +28,38 @@ def present(launcher: str) -> bool:
 def measure(repeats: int, part: str, folder: Path) -> dict:
     rows = {}
 
-    def done(name: str, where: str, play: Callable[[], float]) -> None:
-        row = rows.setdefault(name, {"jobs": 0, "seconds": 0.0, "failed": []})
-        row["jobs"] += 1
+    def done(name: str, where: str, play: Callable[[], float | None]) -> None:
         try:
             seconds = play()
         except AssertionError as error:
+            seconds = error
+        if seconds is None:
+            print(f"{name}, {where}: not on this machine", file=sys.stderr)
+            return
+        row = rows.setdefault(name, {"jobs": 0, "seconds": 0.0, "failed": []})
+        row["jobs"] += 1
+        if isinstance(seconds, AssertionError):
             row["failed"].append(where)
-            print(f"{name}, {where}: FAILED\n{error}", file=sys.stderr)
+            print(f"{name}, {where}: FAILED\n{seconds}", file=sys.stderr)
             return
         row["seconds"] = max(row["seconds"], round(seconds, 2))
         print(f"{name}, {where}: {seconds:.1f} s", file=sys.stderr)
 
-    for fault, command, launcher in table.faults() if part != "programs" else ():
+    for fault, command, launcher in table.faults() if part in ("", "commands") else ():
         for seed in range(repeats if present(launcher) else 0):
             where = f"{command}, {launcher}"
             done(fault.name, where, partial(play.befall, fault, command, launcher, folder, seed))
-    for spoiled in table.SPOILED if part != "programs" else ():
+    for spoiled in table.SPOILED if part in ("", "commands") else ():
         for command in table.READERS:
             for seed in range(6 * repeats):
                 done(f"a file {spoiled.name}", command, partial(play.spoil, spoiled, command, folder, seed))
-    for grief, phase, launcher in table.griefs() if part != "commands" else ():
+    for grief, phase, launcher in table.griefs() if part in ("", "programs") else ():
         for _ in range(repeats if present(launcher) else 0):
             where = f"{phase}, {launcher}"
             done(grief.name, where, partial(play.come_to_grief, grief, phase, launcher, folder))
+    for row in table.ELSEWHERE if part in ("", "elsewhere") else ():
+        for _ in range(repeats):
+            done(row.name, row.test, partial(play.elsewhere, row, folder))
     return rows
 
 

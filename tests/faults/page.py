@@ -97,14 +97,20 @@ def _lines(rows: dict) -> Iterator[str]:
     yield ""
     yield "## Jobs, processes and nodes"
     yield ""
-    yield "| what happens | one sees | done by |"
-    yield "| --- | --- | --- |"
+    yield "The time is that of the longest test, from its start."
+    yield ""
+    yield "| what happens | one sees | over after | done by |"
+    yield "| --- | --- | --- | --- |"
     for row in table.ELSEWHERE:
-        yield f"| {row.name} | {row.shown} | `tests/{row.test.split('::')[0]}` |"
+        done = f"`tests/{row.test.split('::')[0]}`"
+        yield f"| {row.name} | {row.shown} | {_after(rows, row.name)} | {done} |"
 
 
 def _after(rows: dict, name: str) -> str:
-    return f"{rows[name]['seconds']:.1f} s" if name in rows else "not measured yet"
+    if name not in rows:
+        return "not measured yet"
+    failed = f", but for {', '.join(rows[name]['failed'])}" if rows[name]["failed"] else ""
+    return f"{rows[name]['seconds']:.1f} s{failed}"
 
 
 def read(path: Path = RESULTS) -> dict:

@@ -9,6 +9,8 @@ import sys
 import numpy as np
 
 import treeattn
+from treeattn import cache_nodes
+from treeattn.cache_nodes.node import Node
 from treeattn.llama import Llama, Session
 from treeattn.token_tree import TokenTree, Verifier, accept_greedy
 
@@ -88,6 +90,20 @@ with treeattn.Decoder(comm, heads=4, scheme="binary_tree", **plan) as decoder:
         verifier(ones, k, v, ones[:, :, :2], ones[:, :, :2], tree)
     before("accept")
     accept_greedy(tree, [[1, 2, 3]], comm=comm)
+    if comm is not None:  # cache nodes are MPI's; rank 1 is one
+        before("cache nodes")
+        if rank:
+
+            def taken(node: Node, take=Node.take) -> None:
+                if node.caches:  # a message after the first, which plans a cache
+                    before("a step of cache nodes")
+                take(node)
+
+            Node.take = taken
+            cache_nodes.serve(comm)
+        else:
+            with cache_nodes.connect(comm) as nodes:
+                nodes.cache(layers=1, **plan).step(0, q, k[:, :1], v[:, :1])
     before("a session")
     with Session(comm, Llama(folder), [1, 2, 3], capacity=9) as session:
         session.prefill()

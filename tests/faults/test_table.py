@@ -20,11 +20,9 @@ PROGRAM = jobs.ROOT / "tests/faults/program.py"
 PUBLIC = ("treeattn", "treeattn.cache_nodes", "treeattn.energy", "treeattn.llama", "treeattn.token_tree")
 #: Those that meet other ranks and that `program.py` does not name, and what there goes the same way.
 BY_ANOTHER_NAME = {
-    "Merger": "merge", "Prefill": "prefill", "verify": "Verifier",
+    "Merger": "merge", "Prefill": "prefill", "verify": "Verifier", "CacheNodes": "connect",
     "accept_sample": "accept_greedy", "accept_speculative": "accept_greedy",
 }  # fmt: skip
-#: Whose faults are in tests/command/test_cache_nodes.py.
-OF_CACHE_NODES = {"CacheNodes", "connect", "serve"}
 
 
 def test_every_command_has_a_row():
@@ -48,7 +46,7 @@ def test_whatever_meets_other_ranks_comes_to_grief():
     nodes = ast.walk(ast.parse(PROGRAM.read_text()))
     calls = sorted((node for node in nodes if isinstance(node, ast.Call)), key=lambda call: call.lineno)
     called = {ast.unparse(call.func).rpartition(".")[2] for call in calls}
-    meeting = {BY_ANOTHER_NAME.get(name, name) for name in meeting_others()} - OF_CACHE_NODES
+    meeting = {BY_ANOTHER_NAME.get(name, name) for name in meeting_others()}
     assert {"Decoder", "ShardedCache", "Session"} <= meeting <= called
     phases = [call.args[0].value for call in calls if ast.unparse(call.func) == "before"]
     assert phases == list(table.PHASES)
