@@ -185,8 +185,11 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw, sizes=SIZES):
-    """Reductions over any nodes; there may be fewer records than chunks."""
-    schedule = draw(schedules(sizes))
+    """Reductions over any nodes; there may be fewer records than chunks.
+
+    A mutant with exclusive transfers is refused where the order of merges decides the bits, as census is.
+    """
+    schedule = draw(schedules(sizes).filter(lambda schedule: not schedule.has_exclusive))
     granularity = draw(st.sampled_from([1, 1, 1, 2, 3]))
     rows = draw(st.one_of(st.integers(1, 9), st.just(2 * schedule.chunks)))
     nodes = draw(node_groups(schedule.size))
