@@ -18,6 +18,7 @@ import pytest
 
 from tests.support.models import write_model
 from treeattn import Decoder, Merger, Prefill, Reduction, ShardedCache
+from treeattn.cache_nodes import connect, serve
 from treeattn.llama import Llama, Session
 from treeattn.study import environment
 from treeattn.token_tree import TokenTree, Verifier
@@ -117,6 +118,25 @@ def test_steps_of_a_session(comm, tmp_path):
             session.rollback(3)
 
         assert_flat(comm, "session", step, STEPS // 100, warm=20, objects=STEPS // 100)
+
+
+def test_steps_of_cache_nodes(comm):
+    """In jobs of some steps each, so that what nodes hold is looked at between them."""
+    if comm.size == 1:
+        pytest.skip("one rank is a model process without cache nodes")
+    each = max(20, STEPS // 10_000)
+
+    def step():
+        if comm.rank:
+            serve(comm)
+            return
+        with connect(comm) as nodes:
+            cache = nodes.cache(layers=1, kv_heads=4, head_dim=16, dtype="float32", capacity=each)
+            for _ in range(each):
+                cache.step(0, Q, Q, Q)
+
+    count = STEPS // 10 // each
+    assert_flat(comm, f"cache nodes, {each} steps a job", step, count, warm=100, objects=count)
 
 
 @pytest.mark.parametrize("executor", ["mpi", "program", "slots"])
