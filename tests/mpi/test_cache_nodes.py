@@ -271,7 +271,9 @@ def test_capacity_is_what_the_nodes_have_room_for(comm):
             nodes.cache(**{**SHAPE, "dtype": "int8"})
         with pytest.raises(ArgumentError, match="layers must be a positive whole number"):
             nodes.cache(**{**SHAPE, "layers": 0})
-        small = nodes.cache(capacity=4, **SHAPE)
+        with pytest.raises(ArgumentError, match="said to cache nodes: <class 'object'> is no number"):
+            nodes.cache(**{**SHAPE, "layers": object})
+        small = nodes.cache(capacity=np.int64(4), **SHAPE)
         whole = nodes.cache(batch=2, **SHAPE)
         left = (1 << 24) - token * -(-4 // nodes.size)
         assert whole.capacity == left // (2 * token) * nodes.size

@@ -12,11 +12,6 @@ from treeattn.collectives.executors import slots
 from treeattn.collectives.runtime.communicator import Process
 
 ROOT = Path(__file__).parents[2]
-#: Messages between ranks of one job.
-ALLOWED = {
-    ("treeattn/cache_nodes/message.py", "pickle.loads"),
-    ("treeattn/cache_nodes/message.py", "pickle.dumps"),
-}
 RUNS = ("pickle.", "marshal.", "shelve.", "dill.", "cloudpickle.", "torch.load", "torch.save", "yaml.")
 NAMED = {"eval", "exec", "os.system", "os.popen"}
 
@@ -43,8 +38,7 @@ def calls():
 
 
 def test_no_input_is_run():
-    found = {(file, name) for file, _, name in calls() if name.startswith(RUNS) or name in NAMED}
-    assert found == ALLOWED
+    assert not {(file, name) for file, _, name in calls() if name.startswith(RUNS) or name in NAMED}
 
 
 def test_arrays_are_read_without_objects():

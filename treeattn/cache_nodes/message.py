@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
-import pickle
 from collections.abc import Hashable
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 
 __all__ = ["LINE", "Head", "Kind", "Message", "Part", "message_bytes"]
@@ -21,7 +22,7 @@ Part: TypeAlias = tuple[tuple[int, ...], np.dtype[Any]]
 
 
 class Kind(IntEnum):
-    """What a message is: a step of one layer, or a call with pickled arguments."""
+    """What a message is: a step of one layer, or a call with arguments in JSON, which nothing runs."""
 
     STEP = 1
     CALL = 2
@@ -91,15 +92,25 @@ class Message:
         return views
 
     def call(self, name: str, arguments: dict[str, Any]) -> None:
-        """Write a call."""
-        words = pickle.dumps((name, arguments))
+        """Write a call. Raises `ArgumentError` for arguments that JSON does not have."""
+        try:
+            words = json.dumps((name, arguments), default=_plain).encode()
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ArgumentError(f"this cannot be said to cache nodes: {error}") from None
         self.begin(Head(Kind.CALL, LINE + len(words)))
         self._all[LINE : LINE + len(words)] = np.frombuffer(words, np.uint8)
 
     def called(self) -> tuple[str, dict[str, Any]]:
         """The name and the arguments of a call."""
-        name, arguments = pickle.loads(self.bytes[LINE:].tobytes())
+        name, arguments = json.loads(self.bytes[LINE:].tobytes())
         return name, arguments
+
+
+def _plain(value: object) -> object:
+    """NumPy's numbers and arrays as Python's."""
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    raise TypeError(f"{value!r:.60} is no number, text, list or dict")
 
 
 def message_bytes(arrays: tuple[Part, ...]) -> int:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, cast
 
 from numpy.typing import ArrayLike
 
 from treeattn import communicators
 from treeattn.agreement import collectively
+from treeattn.attention.mask import Rules
 from treeattn.cache import ShardedCache
 from treeattn.cache.sharded import CacheLayer
 from treeattn.cache_nodes import memory
@@ -119,13 +119,14 @@ class Node:
         there = iter(self._message.arrays(key, parts))
         return [next(there) if flag else None for flag in flags] + list(there)
 
-    def _plan_cache(self, plan: CachePlan, batch: int, capacity: int | None) -> None:
-        found = agreed_capacity(self._comm, plan, batch, capacity, self._free)
+    def _plan_cache(self, plan: dict[str, Any], batch: int, capacity: int | None) -> None:
+        planned = CachePlan(**plan)
+        found = agreed_capacity(self._comm, planned, batch, capacity, self._free)
 
         def make() -> ShardedCache:
-            return ShardedCache(self._nodes, batch=batch, capacity=found, **asdict(plan))
+            return ShardedCache(self._nodes, batch=batch, capacity=found, **plan)
 
-        self._hold(plan, collectively(self._comm, make), batch, found)
+        self._hold(planned, collectively(self._comm, make), batch, found)
 
     def _load(self, directory: str, capacity: int | None) -> None:
         plan, index = agreed_index(self._comm, directory)
@@ -144,15 +145,16 @@ class Node:
         assert held is not None
         collectively(self._comm, lambda: held.save(directory, about))
 
-    def _plan_view(self, cache: int, view: View) -> None:
-        attention = Attention(view, self._comm, self.tree.schedule)
-        self.caches[cache].views.append((view, attention))
+    def _plan_view(self, cache: int, view: dict[str, Any]) -> None:
+        held = self.caches[cache]
+        planned = View(**view | {"cache": held.plan, "rules": Rules(**view["rules"])})
+        held.views.append((planned, Attention(planned, self._comm, self.tree.schedule)))
 
-    def _rollback(self, cache: int, totals: Array) -> None:
+    def _rollback(self, cache: int, totals: list[int]) -> None:
         for layer in self.caches[cache].layers:
             layer.rollback(totals)
 
-    def _select(self, cache: int, rows: Array) -> None:
+    def _select(self, cache: int, rows: list[int]) -> None:
         for layer in self.caches[cache].layers:
             layer.select(rows)
 

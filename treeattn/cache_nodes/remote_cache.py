@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,7 @@ class RemoteCache:
         view = View(plan, batch, queries, heads, scale, _of_the_last(rules) if queries == 1 else rules)
         number = self._views.get(view)
         if number is None:
-            link.call("plan_view", cache=self._number, view=view)
+            link.call("plan_view", cache=self._number, view=asdict(view))
             self._attention.append(Attention(view, link.comm, link.tree.schedule))
             number = self._views[view] = len(self._attention) - 1
         tokens = queries if len(given) > 1 else 0
