@@ -17,7 +17,7 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from tests.fuzz import mutations
+from tests.fuzz import lines, mutations
 from tests.support import plans
 from tests.support.models import write_model
 from tests.unit.study import made_results
@@ -212,5 +212,6 @@ INPUTS = {
     "saved_cache": Input(_saved, mutations.of_json, index.NAME, _load),
     "model": Input(_model, mutations.of_json, "config.json", lambda path: read_config(path.parent)),
     "weights": Input(_weights, mutations.of_json, "model.safetensors.index.json", _read_weights),
+    "line": Input(lines.seeds, mutations.of_text, "line", lines.run),
     "gguf": Input(_gguf, _head, "x.gguf", _convert),
 }  # fmt: skip

@@ -23,7 +23,7 @@ from click.shell_completion import CompletionItem
 
 from treeattn import communicators, files, job, launch, mpi_library
 from treeattn.cli.standard_output import StandardOutput
-from treeattn.errors import PeerError, TreeattnError
+from treeattn.errors import PeerError, TreeattnError, one_line
 
 __all__ = ["main"]
 
@@ -118,6 +118,7 @@ def _failed(error: Exception) -> int:
     """Say what is wrong, once: the lowest rank that failed, or one that failed alone and ends the job."""
     message = error.format_message() if isinstance(error, click.ClickException) else str(error)
     code = error.exit_code if isinstance(error, TreeattnError | click.ClickException) else 1
+    message = message if message.startswith("Usage: ") else one_line(message)
     if job.finalize(code, message):
         print(message if message.startswith("Usage: ") else f"treeattn: {message}", file=sys.stderr)
     return code

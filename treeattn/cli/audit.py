@@ -143,6 +143,8 @@ def _read(recording: Path) -> dict[str, Any]:
                 return facts
         elif facts["results"][0]["reproducible"] and facts["blocks"]:
             return facts
+    except OSError as error:
+        raise ArgumentError(f"{recording}: cannot be read ({error.strerror})") from None
     except (AttributeError, ValueError, KeyError, IndexError, TypeError, RecursionError):
         pass
     raise ArgumentError(

@@ -1,0 +1,87 @@
+"""Command lines of one rank: valid ones over small files, and what becomes of a damaged one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from tests.command.launch import ROOT, in_process
+from tests.command.test_verify_command import written
+from tests.fuzz.limits import TooLong, limited_memory
+from tests.support.models import write_model
+from tests.unit.study import made_results
+from treeattn.collectives import build
+from treeattn.files import save_tensors
+
+LINES = """
+schedule k_nomial_tree:radix=3 --ranks 9 --result root --out a.txt --json a.json
+schedule hierarchical --ranks 5 --nodes 3+2 --format svg --out a.svg
+schedule uneven_nodes:nodes=3+2 --ranks 5 --format json
+schedule own.json --format goal --records 8 --record-bytes 72 --merge-ns 5 --out a.goal
+schedule chain --ranks 2 --format chakra --out a
+simulate --cluster laptop --ranks 3 --schemes ring,own.json,k_ary_tree:radix=2 --json a.json --wide
+simulate --cluster dgx-h100 --ranks 16 --schemes ring --placement block,cyclic,suited --baseline ring
+simulate --cluster leonardo --ranks 8 --arrivals late:20us --noise 5us/200us --traffic 20% --executor program
+simulate --cluster dgx-h100 --ranks 8 --tokens 64k --kv-heads 4 --heads 8 --head-dim 64 --batch 2 --queries 3
+simulate --cluster laptop --ranks 2 --placement 0+2 --arrivals 0+1us --schemes chain --format trace --out c
+simulate --list
+tune --cluster laptop --ranks 4 --placement cyclic --executor slots --moves 20 --seed 3 --out b.json
+visible --tokens 24 --ranks 3 --layout zigzag --queries 3,17 --causal --window 4,0 --leading 2 --softcap 5
+visible --tokens 9 --ranks 2 --layout sizes=4,5 --format svg --out a.svg
+tree beams.txt --row 1 --format svg --out a.svg --json a.json
+plot results.jsonl --figures time,relative --format svg,png --width 3in --no-title --baseline kv_ring --out f
+export results.jsonl --format csv --out a.csv
+report results.jsonl --schedule own.json --title x --baseline kv_ring --out a.html
+inspect --model . --ctx 1Mi --ranks 8 --schemes ring,hierarchical --cluster dgx-h100 --json a.json
+decode cache.safetensors --scheme hierarchical:nodes=1 --layout zigzag --causal --window 64,0 --leading 4
+decode cache.safetensors --softcap 30 --repeat 2 --reproducible tokens --out a.safetensors --json a.json
+verify drafts.safetensors --scheme ring --layout zigzag --owner round_robin --repeat 2 --out a.safetensors
+generate --model . --prompt-ids 1,2,3 -n 3 --draft ngram --draft-tokens 4 --prefill gather --save-cache s
+generate --model . --random-tokens 9 -n 2 --temperature 0.7 --top-k 5 --top-p 0.9 --cache-dtype float16
+generate --model . --prompt-ids 1,2,3,4,5,6 --prompt-tokens 5 --weight-dtype int8 --decode kv_ring
+compare --schemes chain,ring --what reduce --heads 2,4 --head-dim 16 --repetitions 1 --iterations 3 --out b
+export b --format nccl-tests --scheme chain
+compare --schemes chain --what decode --seq-len 64:256:x2 --batch 1 --queries 2 --repetitions 1 --iterations 3
+compare --what reduce --bytes 1Ki,4Ki --arrivals random:5us --wire bfloat16 --repetitions 1 --iterations 3
+check-partials partial.safetensors --whole partial.safetensors --base 2 --scale 0.5
+audit run.json --input cache.safetensors
+schemes --wide
+""".strip().splitlines()
+
+
+def seeds(folder: Path) -> list[bytes]:
+    """The lines, and what they read in this folder."""
+    write_model(folder, "tied")
+    written(folder / "drafts.safetensors")
+    made_results.write(folder / "results.jsonl", made_results.keys(tokens=[64]), 1)
+    shutil.copy(ROOT / "tests/data/smollm2_layer17_4096.safetensors", folder / "cache.safetensors")
+    partial = {"out": np.ones((4, 16), np.float32), "lse": np.ones(4, np.float32)}
+    (folder / "partial.safetensors").write_bytes(save_tensors(partial, {}))
+    recorded = "decode cache.safetensors --reproducible tokens --json run.json"
+    in_process(*recorded.replace("cache.", f"{folder}/cache.").replace("run.", f"{folder}/run.").split())
+    (folder / "own.json").write_text(build("chain", 3).to_json())
+    (folder / "beams.txt").write_text("to be or not\nto be sure\n\na b\n")
+    return [line.encode() for line in LINES]
+
+
+def run(path: Path) -> None:
+    """Beside the file that holds the line. What would take long, or much memory, is what was asked for."""
+    words = path.read_bytes().replace(b"\0", b"").decode(errors="replace").split()
+    if not words:  # the help
+        return
+    here = Path.cwd()
+    os.chdir(path.parent)
+    try:
+        with contextlib.suppress(TooLong, MemoryError), limited_memory():
+            done = in_process(*words, code=None, TREEATTN_CLUSTER="")
+            assert done.returncode in (0, 1, 2), done
+            assert done.returncode != 1 or done.stdout + done.stderr, done
+            lines = [line for line in done.stderr.splitlines() if not line.startswith("treeattn: warning")]
+            if done.returncode == 2:
+                raise SystemExit("\n".join(lines))
+    finally:
+        os.chdir(here)
