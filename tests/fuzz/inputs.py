@@ -116,12 +116,17 @@ def _environment(_: Path) -> list[bytes]:
     return [json.dumps(known).encode(), json.dumps(dict.fromkeys(known, "4")).encode()]
 
 
+def _possible(value: object) -> str:
+    """As an environment can hold it: no half of a pair of surrogates."""
+    return str(value).encode(errors="replace").decode()
+
+
 def _launched(path: Path) -> None:
     try:
         said = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return
-    given = {str(k): str(v) for k, v in said.items()} if isinstance(said, dict) else {}
+    given = {_possible(k): _possible(v) for k, v in said.items()} if isinstance(said, dict) else {}
     given = {k: v for k, v in given.items() if k and "=" not in k and "\0" not in k + v}
     with mock.patch.dict(launch.os.environ, given, clear=True):
         rank, size = launch.launched_as()
