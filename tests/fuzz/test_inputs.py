@@ -90,6 +90,7 @@ FOUND = [
     ("schedule", _mscclpp(LONG)),
     ("schedule", _mscclpp("a\nb")),
     ("npz", _zip(beams="no array")),
+    ("line", f"schedule chain --ranks 2 {LONG}"),
     ("gguf", _gguf(2**60, kind=4)),
     ("gguf", _gguf(2**19, kind=0) + bytes(2**19)),
 ]
