@@ -18,7 +18,7 @@
 #   fuzz-visible  2000 drawn cases of what a query may see, on each number of ranks (minutes)
 #   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
 #   hf-demo       the same model by transformers over cache nodes (minutes)
-#   faults        every row of docs/faults.md, done for real and measured (a quarter of an hour)
+#   faults        every row of docs/faults.md, done for real and measured (half an hour)
 #   mutants       500 small faults in what is trusted most, each tried on the tests that reach it (goes on if cut off)
 #   soak          a million steps of every executor, 10,000 openings: no growth; SOAK=100000: fewer, SOAK_RANKS=64 (minutes)
 #   wheel-test    installs the package from a wheel, away from the checkout

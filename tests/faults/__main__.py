@@ -29,21 +29,20 @@ def measure(repeats: int, part: str, folder: Path) -> dict:
     rows = {}
 
     def done(name: str, where: str, play: Callable[[], float | None]) -> None:
+        failed, seconds = [], 0.0
         try:
             seconds = play()
         except AssertionError as error:
-            seconds = error
+            failed = [where]
+            print(error, file=sys.stderr)
         if seconds is None:
             print(f"{name}, {where}: not on this machine", file=sys.stderr)
             return
         row = rows.setdefault(name, {"jobs": 0, "seconds": 0.0, "failed": []})
         row["jobs"] += 1
-        if isinstance(seconds, AssertionError):
-            row["failed"].append(where)
-            print(f"{name}, {where}: FAILED\n{seconds}", file=sys.stderr)
-            return
+        row["failed"] += failed
         row["seconds"] = max(row["seconds"], round(seconds, 2))
-        print(f"{name}, {where}: {seconds:.1f} s", file=sys.stderr)
+        print(f"{name}, {where}: {'FAILED' if failed else f'{seconds:.1f} s'}", file=sys.stderr)
 
     for fault, command, launcher in table.faults() if part in ("", "commands") else ():
         for seed in range(repeats if present(launcher) else 0):
