@@ -1,5 +1,7 @@
 """Does every row, measures from the fault to the end of the last process, and writes results and the page.
 
+Neither is written where the checkout has changes: such a time is of no commit.
+
 python -m tests.faults [REPEATS [commands|programs|elsewhere]]
 """
 
@@ -64,12 +66,15 @@ def measure(repeats: int, part: str, folder: Path) -> dict:
 
 def main(repeats: int = 1, part: str = "") -> int:
     """What is not of this part stays as it was measured."""
+    software = environment.software()
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(repeats, part, play.prepared(Path(folder)))
-    facts = {"software": environment.software(), "cpu": environment.cpu_name()}
-    facts["rows"] = page.read()["rows"] | rows
-    page.RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
-    page.PAGE.write_text(page.text(facts))
+    if "+dirty" in (software["git"] or ""):
+        print("nothing is written: this checkout has changes", file=sys.stderr)
+    else:
+        facts = {"software": software, "cpu": environment.cpu_name(), "rows": page.read()["rows"] | rows}
+        page.RESULTS.write_text(json.dumps(facts, indent=1) + "\n")
+        page.PAGE.write_text(page.text(facts))
     return int(any(row["failed"] for row in rows.values()))
 
 
