@@ -49,15 +49,32 @@ class WholeReader(GGUFReader):
         return values
 
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
-        """An array of numbers at once. The library takes 50 us for each, hours if a length is damaged."""
+        """An array at once. The library takes 50 us for each element, hours if a length is damaged."""
         if raw_type != GGUFValueType.ARRAY:
             return super()._get_field_parts(orig_offs, raw_type)
         kind, length = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
-        dtype = self.gguf_scalar_to_np.get(GGUFValueType(kind[0]))
-        if dtype is None:
-            return super()._get_field_parts(orig_offs, raw_type)
-        values = self._get(orig_offs + 12, dtype, length[0])
-        return 12 + values.nbytes, [kind, length, values], [2], [GGUFValueType.ARRAY, GGUFValueType(kind[0])]
+        of, begin = GGUFValueType(kind[0]), orig_offs + 12
+        if of == GGUFValueType.STRING:
+            values, end = self._strings(begin, int(length[0]))
+        elif of in self.gguf_scalar_to_np:
+            values = [self._get(begin, self.gguf_scalar_to_np[of], length[0])]
+            end = begin + values[0].nbytes
+        else:
+            raise ValueError("it has an array of arrays, as no Llama here does")
+        where = list(range(2, 2 + len(values)))
+        return end - orig_offs, [kind, length, *values], where, [GGUFValueType.ARRAY, of]
+
+    def _strings(self, at: int, count: int) -> tuple[list[Any], int]:
+        """So many from a byte on, and the byte behind them."""
+        whole, found = memoryview(self.data), []
+        order = {"little": "big", "big": "little"}[sys.byteorder] if self.byte_order == "S" else sys.byteorder
+        for _ in range(count):
+            begin = at + 8
+            at = begin + int.from_bytes(whole[at:begin], order)
+            if at > len(whole) or begin > len(whole):
+                raise ValueError(f"it ends at byte {len(whole)}, and says that more follows")
+            found.append(whole[begin:at])
+        return found, at
 
 
 def main() -> None:

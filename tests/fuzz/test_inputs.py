@@ -60,10 +60,16 @@ def _zip(**members: str) -> bytes:
 
 
 def _gguf(length: int, kind: int) -> bytes:
-    """A file of one field, which says that it is an array of so many numbers; none follow."""
+    """A file of one field, which says that it is an array of so many elements; none follow."""
     version, tensors, fields, name, array = 3, 0, 1, b"x", 9
     head = (version, tensors, fields, len(name), name, array, kind, length)
     return b"GGUF" + struct.pack("<IQQQ1sIIQ", *head)
+
+
+def _recorded(more: str) -> str:
+    """A recording of a step."""
+    result = '{"reproducible": "tokens", "sha256": "", "heads": []}'
+    return f'{{"ranks": [], "input": "x", "query": "", "blocks": ["x"], "results": [{result}], {more}}}'
 
 
 LONG = "9" * 5000
@@ -93,6 +99,12 @@ FOUND = [
     ("line", f"schedule chain --ranks 2 {LONG}"),
     ("gguf", _gguf(2**60, kind=4)),
     ("gguf", _gguf(2**19, kind=0) + bytes(2**19)),
+    ("gguf", _gguf(2**60, kind=8) + bytes(2**21)),
+    ("gguf", _gguf(2**17, kind=9) + bytes(2**21)),
+    ("recording", '{"results": [{"reproducible": "tokens"}], "blocks": ["x"]}'),
+    ("recording", _recorded('"rules": {"window": 5}')),
+    ("recording", _recorded('"rules": {"x": 1}')),
+    ("recording", _recorded('"input": "\\u0000"')),
 ]
 
 

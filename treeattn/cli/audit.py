@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import click
+import msgspec
 import numpy as np
 
 from treeattn.agreement import collectively
@@ -18,14 +19,59 @@ from treeattn.cli.verify import Drafts
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.decoder import Decoder
 from treeattn.errors import ArgumentError
+from treeattn.llama.sampling import Sampling
 from treeattn.partial import Array
 from treeattn.report import Report
 from treeattn.shards import Layout
 from treeattn.token_tree import Verifier
 
-_OF_TEXT = {"capacity": int, "model": str, "logits_sha256": str} | dict.fromkeys(
-    ("prompt", "tokens", "logits", "ranks"), list
-)
+_Some: TypeAlias = Annotated[list[str], msgspec.Meta(min_length=1)]
+
+
+class _Result(msgspec.Struct):
+    reproducible: str
+    sha256: str
+    heads: list[str]
+
+
+class _Rules(msgspec.Struct, forbid_unknown_fields=True):
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    leading: int = 0
+    softcap: float | None = None
+    alibi: Any = None  # these two lie in the input
+    sink_logits: Any = None
+
+
+class OfStep(msgspec.Struct):
+    """What `decode` and `verify` record, as far as it is read here."""
+
+    ranks: list[Any]
+    input: str
+    query: str
+    blocks: _Some
+    results: Annotated[list[_Result], msgspec.Meta(min_length=1)]
+    rules: _Rules = msgspec.field(default_factory=_Rules)
+    nodes: Any = None  # of a verification
+
+
+class OfText(msgspec.Struct):
+    """The same of `generate`."""
+
+    ranks: list[Any]
+    model: str
+    prompt: list[int]
+    tokens: list[int]
+    logits: _Some
+    logits_sha256: str
+    capacity: int
+    cache_dtype: str
+    sampling: Sampling
+    attended: list[list[list[str]]] | None
+
+    def __post_init__(self) -> None:
+        if self.attended:
+            np.array(self.attended)  # raises where lists of one level have unlike lengths
 
 
 @click.command("audit")
@@ -41,12 +87,11 @@ def command(recording: Path, source: Path | None, output: Output) -> int:
     """
     facts = _read(recording)
     world = options.world()
-    audited = _text if "model" in facts else _step
-    source = source or Path(facts["model" if audited is _text else "input"])
+    source = source or Path(facts.model if isinstance(facts, OfText) else facts.input)
     output.open(recording, source, world=world)
-    found, lines = audited(world, facts, source)
+    found, lines = (_text if isinstance(facts, OfText) else _step)(world, facts, source)
     if world.rank == 0:
-        made, ranks = Report(found), len(facts["ranks"])
+        made, ranks = Report(found), len(facts.ranks)
         recorded = f"recorded on {ranks} rank{'s' * (ranks != 1)}, SHA-256 {found['recorded']}"
         made.text(f"{source.name}: {recorded}")
         if found["same"]:
@@ -59,30 +104,24 @@ def command(recording: Path, source: Path | None, output: Output) -> int:
     return 0 if found["same"] else 1
 
 
-def _step(world: MpiCommunicator, facts: dict[str, Any], source: Path) -> tuple[dict[str, Any], list[str]]:
-    then = facts["results"][0]
-    problem = Problem(world, source, Layout("contiguous"), None, _rules(facts.get("rules", {})))
-    out, lse = (_verified if "nodes" in facts else _decoded)(world, problem, then["reproducible"])
+def _step(world: MpiCommunicator, facts: OfStep, source: Path) -> tuple[dict[str, Any], list[str]]:
+    then, rules = facts.results[0], facts.rules
+    seen = Rules(causal=rules.causal, window=rules.window, leading=rules.leading, softcap=rules.softcap)
+    problem = Problem(world, source, Layout("contiguous"), None, seen)
+    out, lse = (_verified if facts.nodes is not None else _decoded)(world, problem, then.reproducible)
     here = digest(out, lse)
     now = fingerprint(world, problem)
     found = {
-        "recorded": then["sha256"],
+        "recorded": then.sha256,
         "here": here,
-        "same": here == then["sha256"],
-        "query_differs": now["query"] != facts["query"],
-        "blocks": [[BLOCK * at, BLOCK * (at + 1)] for at in _unlike(facts["blocks"], now["blocks"])],
-        "heads": _unlike(then["heads"], head_digests(out, lse)),
+        "same": here == then.sha256,
+        "query_differs": now["query"] != facts.query,
+        "blocks": [[BLOCK * at, BLOCK * (at + 1)] for at in _unlike(facts.blocks, now["blocks"])],
+        "heads": _unlike(then.heads, head_digests(out, lse)),
     }
     lines = ["the query is another one"] if found["query_differs"] else []
     lines += [f"the cache differs in tokens {begin} to {end - 1}" for begin, end in found["blocks"][:8]]
     return found, [*lines, f"results differ in heads {', '.join(map(str, found['heads']))}"]
-
-
-def _rules(given: dict[str, Any]) -> Rules:
-    kept = {name: value for name, value in given.items() if name not in ("alibi", "sink_logits")}
-    if "window" in kept:
-        kept["window"] = tuple(kept["window"])
-    return Rules(**kept)
 
 
 def _decoded(world: MpiCommunicator, problem: Problem, reproducible: str) -> tuple[Array, Array]:
@@ -100,22 +139,22 @@ def _verified(world: MpiCommunicator, problem: Problem, reproducible: str) -> tu
         return out.copy(), lse.copy()
 
 
-def _text(world: MpiCommunicator, facts: dict[str, Any], source: Path) -> tuple[dict[str, Any], list[str]]:
+def _text(world: MpiCommunicator, facts: OfText, source: Path) -> tuple[dict[str, Any], list[str]]:
     """Of a text, without drafts: these change no bit. Collective."""
-    from treeattn.llama import Llama, Sampling, Session
+    from treeattn.llama import Llama, Session
     from treeattn.llama.attended import Attended, first_difference
     from treeattn.llama.generate import generate
 
     model = collectively(world, lambda: Llama(source, reproducible=True))
-    settings = {"sampling": Sampling(**facts["sampling"]), "cache_dtype": facts["cache_dtype"]}
-    with Session(world, model, facts["prompt"], capacity=facts["capacity"], **settings) as session:
+    settings = {"sampling": facts.sampling, "cache_dtype": facts.cache_dtype}
+    with Session(world, model, facts.prompt, capacity=facts.capacity, **settings) as session:
         attended = Attended(model.config, session.capacity)
-        made = generate(session, len(facts["tokens"]), attended=attended)
-    differ = _unlike(facts["logits"], made.digests)
-    now, then = attended.digests(world), facts["attended"]
+        made = generate(session, len(facts.tokens), attended=attended)
+    differ = _unlike(facts.logits, made.digests)
+    now, then = attended.digests(world), facts.attended
     first = first_difference(then, now) if differ and then else None
     found = {
-        "recorded": facts["logits_sha256"],
+        "recorded": facts.logits_sha256,
         "here": made.digest,
         "same": not differ,
         "tokens": made.tokens,
@@ -131,25 +170,16 @@ def _text(world: MpiCommunicator, facts: dict[str, Any], source: Path) -> tuple[
     return found, lines
 
 
-def _read(recording: Path) -> dict[str, Any]:
+def _read(recording: Path) -> OfStep | OfText:
     try:
-        facts: dict[str, Any] = json.loads(recording.read_text(encoding="utf-8"))
-        if facts.get("logits"):
-            from treeattn.llama.sampling import Sampling
-
-            Sampling(**facts["sampling"])
-            whole = all(isinstance(facts[name], kind) for name, kind in _OF_TEXT.items())
-            if whole and np.ndim(facts["attended"] or [[[]]]) == 3:
-                return facts
-        elif facts["results"][0]["reproducible"] and facts["blocks"]:
-            return facts
+        facts = json.loads(recording.read_text(encoding="utf-8"))
+        return msgspec.convert(facts, OfText if facts.get("logits") else OfStep)
     except OSError as error:
         raise ArgumentError(f"{recording}: cannot be read ({error.strerror})") from None
-    except (AttributeError, ValueError, KeyError, IndexError, TypeError, RecursionError):
-        pass
-    raise ArgumentError(
-        f"{recording} is no recording: write one with decode, verify or generate --reproducible --json"
-    )
+    except (AttributeError, ValueError, RecursionError):
+        raise ArgumentError(
+            f"{recording} is no recording: write one with decode, verify or generate --reproducible --json"
+        ) from None
 
 
 def _unlike(then: list[str], now: list[str]) -> list[int]:
