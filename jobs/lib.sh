@@ -209,7 +209,7 @@ launch_command() {
 }
 
 # SIGTERM: the time limit is near. treeattn ends by itself, with all that it has measured on disk. srun would kill
-# its tasks if it got the signal; Slurm passes it on to them. All is said at once: SIGKILL may follow.
+# its tasks if it got the signal; Slurm passes it on to them. The tasks hear it first: SIGKILL may follow.
 cut_off() {
   stopped=yes
   mark 'cut off' || true
@@ -227,11 +227,12 @@ cut_off() {
   fi
 }
 
-# What Slurm says of the job. One that is too busy to answer is asked again; nothing: it never did.
+# What Slurm says of the job. One that is too busy is asked again, for 20 s at most of the minute that a time limit
+# leaves; nothing: it never answered, and the job goes back into the queue as at its time limit.
 state_of_job() {
   local state
   for _ in 1 2 3 4 5; do
-    state=$(squeue --noheader --jobs="$job" --format=%T) && [ -n "$state" ] && break
+    state=$(timeout 3 squeue --noheader --jobs="$job" --format=%T) && [ -n "$state" ] && break
     sleep 1
   done
   echo "$state"

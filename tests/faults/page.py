@@ -14,10 +14,10 @@ PAGE = ROOT / "docs/faults.md"
 
 _HEAD = """# Faults
 
-What happens when something breaks, done for real by `tests/faults` (`make faults` does every row and measures
-it). A wait for other ranks ends after `TREEATTN_TIMEOUT` seconds, {limit} in these jobs and 600 unless set;
-*gone after* is the longest from the fault to the end of the last process in {jobs} jobs (2 cores, {cpu}),
-of a program or a file that is read from the start.
+What happens when something breaks, done for real by `tests/faults`: `make faults` does every row and measures
+it, here in {jobs} jobs on 2 cores ({cpu}). A wait for other ranks ends after `TREEATTN_TIMEOUT` seconds,
+{limit} in these jobs and 600 unless set; *gone after* is the longest from the fault to the end of the last
+process, of a program or a file that is read from the start.
 
 Exit codes are those of [the command](commands.md). Whatever ends early tells the others: a failed compile, a
 full disk or a bad file on one rank is one sentence and one exit code on
@@ -31,8 +31,7 @@ def text(measured: dict) -> str:
     rows = measured["rows"]
     count = sum(row["jobs"] for row in rows.values())
     head = _HEAD.format(limit=jobs.LIMIT, jobs=count, cpu=measured["cpu"])
-    note = f"{measured['note']}\n\n" if "note" in measured else ""
-    return head + note + "\n".join(_lines(rows)) + "\n"
+    return head + "\n".join(_lines(rows)) + "\n"
 
 
 def _lines(rows: dict) -> Iterator[str]:
@@ -66,7 +65,8 @@ def _lines(rows: dict) -> Iterator[str]:
     yield "## A program"
     yield ""
     yield f"Rank 1 of 2 comes to grief before each of: {', '.join(table.PHASES)}. It is started by"
-    yield f"{', '.join(table.LAUNCHERS)}; on emulated nodes that are cut off or far away by MPICH:"
+    yield f"{', '.join(table.LAUNCHERS)} (not where cache nodes serve); on emulated nodes that are cut off or"
+    yield "far away by MPICH:"
     yield ""
     yield "| rank 1 | one sees | gone after |"
     yield "| --- | --- | --- |"

@@ -132,7 +132,7 @@ def elsewhere(row: table.Elsewhere, folder: Path) -> float | None:
         words = [*jobs.SLURM, *words, "--basetemp", str(build / "slurm-test")]
     words += ["-o", "junit_duration_report=call", f"--junitxml={folder / report}"]
     (folder / "0.xml").unlink(missing_ok=True)
-    done = subprocess.run(words, cwd=jobs.ROOT, capture_output=True, text=True, check=False)
+    done = subprocess.run(words, cwd=jobs.ROOT, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     cases = ElementTree.parse(folder / "0.xml").iter("testcase")
     seconds = [float(case.attrib["time"]) for case in cases if case.find("skipped") is None]

@@ -95,8 +95,11 @@ with treeattn.Decoder(comm, heads=4, scheme="binary_tree", **plan) as decoder:
         if rank:
 
             def taken(node: Node, take=Node.take) -> None:
-                if node.caches:  # a message after the first, which plans a cache
-                    before("a step of cache nodes")
+                if node.caches and not node.steps:  # the first message has planned a cache
+                    if not node.caches[0].views:
+                        before("a plan of cache nodes")
+                    else:
+                        before("a step of cache nodes")
                 take(node)
 
             Node.take = taken

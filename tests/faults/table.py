@@ -136,11 +136,11 @@ def faults() -> Iterator[tuple[Fault, str, str]]:
 #: Where rank 1 of a program that uses each class comes to grief, as `program.py` names it.
 PHASES = (
     "planning", "a step", "between begin and finish", "decode", "merge", "prefill", "prefill by gather",
-    "append", "a step of a cache", "save", "load", "verify", "accept", "cache nodes", "a step of cache nodes",
-    "a session", "a token", "close", "the end of the process",
+    "append", "a step of a cache", "save", "load", "verify", "accept", "cache nodes", "a plan of cache nodes",
+    "a step of cache nodes", "a session", "a token", "close", "the end of the process",
 )  # fmt: skip
 #: Those of MPI alone.
-CACHE_NODES = ("cache nodes", "a step of cache nodes")
+CACHE_NODES = ("cache nodes", "a plan of cache nodes", "a step of cache nodes")
 
 #: Before these only MPI itself still waits for rank 1, in the end of the process and without a limit.
 AWAITED = PHASES[:-2]

@@ -135,8 +135,8 @@ def test_steps_of_cache_nodes(comm):
             for _ in range(each):
                 cache.step(0, Q, Q, Q)
 
-    count = STEPS // 10 // each
-    assert_flat(comm, f"cache nodes, {each} steps a job", step, count, warm=100, objects=count)
+    count = max(4, STEPS // 10 // each)
+    assert_flat(comm, f"cache nodes, {each} steps a job", step, count, warm=100)
 
 
 @pytest.mark.parametrize("executor", ["mpi", "program", "slots"])

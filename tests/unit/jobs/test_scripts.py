@@ -49,8 +49,8 @@ if [ -n "${programs:-}" ]; then
 fi
 exec mpiexec -n "$tasks" "$@" """,
     "scancel": 'echo "scancel $*" >> "$CALLS"; kill -TERM "$(cat "$CALLS.srun")"',
-    # Too busy to answer at first.
-    "squeue": '[ -e "$CALLS.squeue" ] && echo ${STATE:-RUNNING} || { touch "$CALLS.squeue"; exit 1; }',
+    # Too busy to answer at first, or always.
+    "squeue": '[ "$STATE" = none ] && sleep 60; [ -e "$CALLS.squeue" ] && echo ${STATE:-RUNNING} || { touch "$CALLS.squeue"; exit 1; }',
     "scontrol": 'echo "scontrol $*" >> "$CALLS"',
 }
 JOB = {
@@ -314,6 +314,7 @@ def test_a_run_that_is_cut_off_goes_on(bench):
             ({}, True, "cut off and requeued"),
             # This task's number is that of its array: 7 would be all of its tasks.
             ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}, True, "cut off and requeued"),
+            ({"STATE": "none"}, True, "cut off and requeued"),
             ({"STATE": "COMPLETING"}, False, "ended by Slurm"),  # somebody cancelled it
             ({"SLURM_RESTART_COUNT": "3", "TREEATTN_RESTARTS": "3"}, False, "3 times already"),
         ],
