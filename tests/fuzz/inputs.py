@@ -103,7 +103,8 @@ def _plotted(path: Path) -> None:
 def _schemes(_: Path) -> list[bytes]:
     return [
         *(name.encode() for name in names()),
-        b"k_nomial_tree:k=3", b"uneven_nodes:nodes=3+2", b"hierarchical:intra=chain:inter=(k_ary_tree:k=2)",
+        b"k_nomial_tree:radix=3", b"uneven_nodes:nodes=3+2",
+        b"hierarchical:inner=chain:outer=(k_ary_tree:radix=2)",
     ]  # fmt: skip
 
 
@@ -148,7 +149,7 @@ def _recordings(folder: Path) -> list[bytes]:
         *f"generate --model {folder} --prompt-ids 1,2,3 -n 2 --reproducible --cache-dtype float16".split(),
         "--json", text,
     )  # fmt: skip
-    kept = {*audit.OfStep.__struct_fields__, *audit.OfText.__struct_fields__}
+    kept = {*audit.OfStep.__struct_encode_fields__, *audit.OfText.__struct_encode_fields__}
     read = [json.loads(path.read_text()) for path in (step, text)]
     facts = [{name: value for name, value in one.items() if name in kept} for one in read]
     facts[0] |= {"rules": {"causal": True, "window": [4, None], "leading": 1}}

@@ -80,6 +80,7 @@ def run(path: Path) -> None:
             done = in_process(*words, code=None, TREEATTN_CLUSTER="")
             assert done.returncode in (0, 1, 2), done
             assert done.returncode != 1 or done.stdout + done.stderr, done
+            assert len(done.stderr) < 2000, done
             lines = [line for line in done.stderr.splitlines() if not line.startswith("treeattn: warning")]
             if done.returncode == 2:
                 raise SystemExit("\n".join(lines))

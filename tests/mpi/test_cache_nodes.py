@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import os
 import shutil
@@ -269,10 +270,14 @@ def test_capacity_is_what_the_nodes_have_room_for(comm):
             nodes.cache(**{**SHAPE, "dtype": "float8_e4m3fn"})
         with pytest.raises(ArgumentError, match="dtype 'int8' is not supported: use one of float32"):
             nodes.cache(**{**SHAPE, "dtype": "int8"})
+        with pytest.raises(ArgumentError, match="dtype <class 'numpy.float32'> is not supported: use one of"):
+            nodes.cache(**{**SHAPE, "dtype": np.float32})
         with pytest.raises(ArgumentError, match="layers must be a positive whole number"):
             nodes.cache(**{**SHAPE, "layers": 0})
         with pytest.raises(ArgumentError, match="said to cache nodes: <class 'object'> is no number"):
             nodes.cache(**{**SHAPE, "layers": object})
+        with pytest.raises(ArgumentError, match="said to cache nodes: <generator"):
+            nodes.cache(**{**SHAPE, "layers": (layer for layer in (1,))})
         small = nodes.cache(capacity=np.int64(4), **SHAPE)
         whole = nodes.cache(batch=2, **SHAPE)
         left = (1 << 24) - token * -(-4 // nodes.size)
@@ -359,7 +364,9 @@ def test_what_is_saved_is_continued_by_any_job(comm):
     def model(nodes):
         cache = nodes.cache(batch=2, capacity=60, **SHAPE)
         one_token_of_all_layers(cache, dense, 11, np.array([11, 7]), RULES[0], None)
-        cache.save(f"{folder}/cache", {"of": "a test"})
+        with pytest.raises(ArgumentError, match="about: cannot be written as JSON"):
+            cache.save(f"{folder}/cache", {"of": object()})
+        cache.save(f"{folder}/cache", {"of": "a test", "on": datetime.date(2026, 1, 2)})
         again = nodes.load(f"{folder}/cache", capacity=40)
         assert (again.capacity, again.totals.tolist()) == (40, [[11, 7]] * LAYERS)
         one_token_of_all_layers(again, dense, 1, np.array([1, 1]), RULES[0], None)

@@ -43,7 +43,7 @@ def _save(comm: Communicator, layers: Sequence[CacheLayer], directory: Path, abo
                         f"layer {number} holds {layer.totals.tolist()} tokens, the first one "
                         f"{reach.totals.tolist()}: a cache is saved when all layers have come as far"
                     )
-            agreed.must_match = {"the tokens": reach.totals.tolist(), "about": _json(about)}
+            agreed.must_match = {"the tokens": reach.totals.tolist(), "about": as_json(about)}
             _make(directory)
             before = _parts(directory)
             agreed.share = part = write_part(directory, layers)
@@ -190,7 +190,8 @@ def _of_shape(plan: Plan) -> dict[str, Any]:
     return {"dtype": shape.kv_dtype, **{name: getattr(shape, name) for name in names}}
 
 
-def _json(about: dict[str, Any]) -> str:
+def as_json(about: dict[str, Any]) -> str:
+    """What a user says of a cache, as it is written. Raises `ArgumentError`."""
     try:
         return msgspec.json.encode(about, order="sorted").decode()
     except (TypeError, ValueError) as error:

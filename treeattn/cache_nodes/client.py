@@ -7,7 +7,6 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -140,10 +139,10 @@ class CacheNodes:
         self._forget()
         if latent:
             check_latent(v_dim, head_dim, 1.0)
-        scales = CacheFormat(k_scale=k_scale, v_scale=v_scale)
-        given = dtype, bool(latent), scales.k_scale, scales.v_scale
+        held = CacheFormat(dtype=dtype, k_scale=k_scale, v_scale=v_scale)
+        given = dtype, bool(latent), held.k_scale, held.v_scale
         plan = CachePlan(layers, kv_heads, head_dim, v_dim or head_dim, *given)
-        self._link.call("plan_cache", plan=asdict(plan), batch=batch, capacity=capacity)
+        self._link.call("plan_cache", plan=plan, batch=batch, capacity=capacity)
         return self._made(plan, batch, capacity)
 
     def load(self, directory: str | Path, *, capacity: int | None = None) -> RemoteCache:

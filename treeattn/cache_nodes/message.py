@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Hashable
+from dataclasses import fields, is_dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple, TypeAlias
 
@@ -107,9 +108,11 @@ class Message:
 
 
 def _plain(value: object) -> object:
-    """NumPy's numbers and arrays as Python's."""
+    """NumPy's numbers and arrays as Python's, a dataclass as its fields."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
     raise TypeError(f"{value!r:.60} is no number, text, list or dict")
 
 

@@ -17,7 +17,7 @@ from treeattn.cache_nodes.meeting import agreed_capacity, agreed_index, meet
 from treeattn.cache_nodes.message import Head, Kind, Message, Part
 from treeattn.cache_nodes.view import Attention, CachePlan, View, per_sequence
 from treeattn.collectives.runtime.communicator import MpiCommunicator
-from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.errors import ArgumentError, TransportError, TreeattnError
 from treeattn.partial import Array
 
 if TYPE_CHECKING:
@@ -47,6 +47,10 @@ def serve(comm: Intracomm | None = None, *, memory_bytes: int | None = None) -> 
     while node.serves:
         node.take()
     return node
+
+
+#: What the model process has nodes do besides steps: methods of `Node`.
+_CALLS = ("plan_cache", "load", "save", "plan_view", "rollback", "select", "drop", "close")
 
 
 class _Held:
@@ -88,6 +92,8 @@ class Node:
             self._step(head)
             return
         name, arguments = self._message.called()
+        if name not in _CALLS:
+            raise TransportError(f"a message to cache nodes calls {name!r:.60}, which nobody here sends")
         with contextlib.suppress(TreeattnError):  # all ranks raised it: the model process knows
             getattr(self, f"_{name}")(**arguments)
 
@@ -145,9 +151,9 @@ class Node:
         assert held is not None
         collectively(self._comm, lambda: held.save(directory, about))
 
-    def _plan_view(self, cache: int, view: dict[str, Any]) -> None:
+    def _plan_view(self, cache: int, rules: dict[str, Any], **view: Any) -> None:
         held = self.caches[cache]
-        planned = View(**view | {"cache": held.plan, "rules": Rules(**view["rules"])})
+        planned = View(held.plan, rules=Rules(**rules), **view)
         held.views.append((planned, Attention(planned, self._comm, self.tree.schedule)))
 
     def _rollback(self, cache: int, totals: list[int]) -> None:

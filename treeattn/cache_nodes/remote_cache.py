@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from treeattn.attention.arrays import AnyArray, Pair
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import CACHE_DTYPES, bits_of, check_latent
 from treeattn.cache.placement import whole_numbers
+from treeattn.cache.saved import as_json
 from treeattn.cache_nodes.link import Link
 from treeattn.cache_nodes.message import Head, Kind, message_bytes
 from treeattn.cache_nodes.view import Attention, CachePlan, View, per_sequence
@@ -201,7 +203,15 @@ class RemoteCache:
         view = View(plan, batch, queries, heads, scale, _of_the_last(rules) if queries == 1 else rules)
         number = self._views.get(view)
         if number is None:
-            link.call("plan_view", cache=self._number, view=asdict(view))
+            link.call(
+                "plan_view",
+                cache=self._number,
+                batch=batch,
+                queries=queries,
+                heads=heads,
+                scale=scale,
+                rules=view.rules,
+            )
             self._attention.append(Attention(view, link.comm, link.tree.schedule))
             number = self._views[view] = len(self._attention) - 1
         tokens = queries if len(given) > 1 else 0
@@ -233,7 +243,8 @@ class RemoteCache:
     def save(self, directory: str | Path, about: Mapping[str, Any] | None = None) -> None:
         """Write all layers, as `ShardedCache.save`: each node writes what it holds. `CacheNodes.load` and
         `ShardedCache.load` read it, on any number of ranks. Raises what that raises; the nodes go on."""
-        self._link.call("save", cache=self._number, directory=str(directory), about=dict(about or {}))
+        kept = json.loads(as_json(dict(about or {})))
+        self._link.call("save", cache=self._number, directory=str(directory), about=kept)
         self._link.done()
 
     def reset(self) -> None:

@@ -47,7 +47,7 @@ class OfStep(msgspec.Struct):
     """What `decode` and `verify` record, as far as it is read here."""
 
     ranks: list[Any]
-    input: str
+    source: str = msgspec.field(name="input")
     query: str
     blocks: _Some
     results: Annotated[list[_Result], msgspec.Meta(min_length=1)]
@@ -59,7 +59,7 @@ class OfText(msgspec.Struct):
     """The same of `generate`."""
 
     ranks: list[Any]
-    model: str
+    source: str = msgspec.field(name="model")
     prompt: list[int]
     tokens: list[int]
     logits: _Some
@@ -87,9 +87,12 @@ def command(recording: Path, source: Path | None, output: Output) -> int:
     """
     facts = _read(recording)
     world = options.world()
-    source = source or Path(facts.model if isinstance(facts, OfText) else facts.input)
+    source = source or Path(facts.source)
     output.open(recording, source, world=world)
-    found, lines = (_text if isinstance(facts, OfText) else _step)(world, facts, source)
+    if isinstance(facts, OfText):
+        found, lines = _text(world, facts, source)
+    else:
+        found, lines = _step(world, facts, source)
     if world.rank == 0:
         made, ranks = Report(found), len(facts.ranks)
         recorded = f"recorded on {ranks} rank{'s' * (ranks != 1)}, SHA-256 {found['recorded']}"
@@ -146,8 +149,10 @@ def _text(world: MpiCommunicator, facts: OfText, source: Path) -> tuple[dict[str
     from treeattn.llama.generate import generate
 
     model = collectively(world, lambda: Llama(source, reproducible=True))
-    settings = {"sampling": facts.sampling, "cache_dtype": facts.cache_dtype}
-    with Session(world, model, facts.prompt, capacity=facts.capacity, **settings) as session:
+    with Session(
+        world, model, facts.prompt,
+        capacity=facts.capacity, sampling=facts.sampling, cache_dtype=facts.cache_dtype,
+    ) as session:  # fmt: skip
         attended = Attended(model.config, session.capacity)
         made = generate(session, len(facts.tokens), attended=attended)
     differ = _unlike(facts.logits, made.digests)
@@ -173,7 +178,9 @@ def _text(world: MpiCommunicator, facts: OfText, source: Path) -> tuple[dict[str
 def _read(recording: Path) -> OfStep | OfText:
     try:
         facts = json.loads(recording.read_text(encoding="utf-8"))
-        return msgspec.convert(facts, OfText if facts.get("logits") else OfStep)
+        if facts.get("logits"):
+            return msgspec.convert(facts, OfText)
+        return msgspec.convert(facts, OfStep)
     except OSError as error:
         raise ArgumentError(f"{recording}: cannot be read ({error.strerror})") from None
     except (AttributeError, ValueError, RecursionError):

@@ -50,7 +50,8 @@ fi
 exec mpiexec -n "$tasks" "$@" """,
     "scancel": 'echo "scancel $*" >> "$CALLS"; kill -TERM "$(cat "$CALLS.srun")"',
     # Too busy to answer at first, or always.
-    "squeue": '[ "$STATE" = none ] && sleep 60; [ -e "$CALLS.squeue" ] && echo ${STATE:-RUNNING} || { touch "$CALLS.squeue"; exit 1; }',
+    "squeue": """[ "$STATE" = none ] && sleep 60
+[ -e "$CALLS.squeue" ] && echo ${STATE:-RUNNING} || { touch "$CALLS.squeue"; exit 1; }""",
     "scontrol": 'echo "scontrol $*" >> "$CALLS"',
 }
 JOB = {
