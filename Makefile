@@ -15,6 +15,7 @@
 #   fuzz          damaged inputs, mutated schedules, drawn jobs; FUZZ=100: so many times as many, new ones (a minute)
 #   fuzz-kernels  the compiled kernels under sanitizers, on drawn shapes, strides, alignments, pages (minutes)
 #   fuzz-guided   damaged inputs by atheris, guided by coverage; GUIDED=60 seconds of each kind
+#   fuzz-hours    these three by turns on two processors for HOURS=1 of their time, into docs/results/fuzz.json
 #   fuzz-visible  2000 drawn cases of what a query may see, on each number of ranks (minutes)
 #   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
 #   hf-demo       the same model by transformers over cache nodes (minutes)
@@ -59,7 +60,7 @@ torchrun = OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo timeout -k 10 1800 $(BIN)/tor
 	-m pytest -p no:pytest_mpi -x -q tests/huggingface
 
 .PHONY: help demo test test-quick test-deep test-models test-kernels test-changed-kernels test-mpi test-openmpi test-abi test-cluster
-.PHONY: slurm-test faults mutants soak test-bits bits-model fuzz fuzz-kernels fuzz-guided fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
+.PHONY: slurm-test faults mutants soak test-bits bits-model fuzz fuzz-kernels fuzz-guided fuzz-hours fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
 .PHONY: docs venv amd-compiler clean
 
 help:
@@ -124,9 +125,17 @@ fuzz-kernels: .venv/.tests
 GUIDED ?= 60
 fuzz-guided: .venv/.tests .venv/.models
 	@$(BIN)/python -m pip install -q atheris==3.0.0
+	@mkdir -p build
 	@for kind in $$($(BIN)/python -c 'from tests.fuzz.inputs import INPUTS; print(*INPUTS)'); do \
-	    echo "== $$kind"; $(BIN)/python -m tests.fuzz.guided $$kind $(GUIDED) 2>&1 | tail -n 12; \
+	    echo "== $$kind"; \
+	    $(BIN)/python -m tests.fuzz.guided $$kind $(GUIDED) >build/fuzz.log 2>&1 || { tail -n 40 build/fuzz.log; exit 1; }; \
+	    tail -n 12 build/fuzz.log; \
 	done
+
+HOURS ?= 1
+fuzz-hours: .venv/.tests .venv/.models
+	@$(BIN)/python -m pip install -q atheris==3.0.0
+	$(BIN)/python -m tests.fuzz.hours $(HOURS)
 
 # Drawn cases of what a query may see, against a dense oracle: 2000 on each number of ranks.
 fuzz-visible: .venv/.tests
