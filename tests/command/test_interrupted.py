@@ -226,3 +226,26 @@ def test_output_that_nobody_takes_changes_no_verdict(words, output, code, tmp_pa
     )  # fmt: skip
     assert done.returncode == code
     assert "standard output" not in done.stderr
+
+
+SIGNALLED_LATE = """
+import os, signal, time
+from treeattn.cli import main
+from treeattn.collectives.runtime import watchdog
+finalize = watchdog.finalize_mpi
+
+def last(call):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.01)
+    finalize(call)
+
+watchdog.finalize_mpi = last
+main(["decode", "none.safetensors"])
+"""
+
+
+@needs_mpiexec
+def test_a_rank_that_is_ended_while_it_leaves_keeps_its_code():
+    """As srun ends those that still leave when the first one has left with a code."""
+    done = run("-c", SIGNALLED_LATE, ranks=2, code=2)
+    assert "ended by SIGTERM" not in done.stderr

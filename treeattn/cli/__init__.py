@@ -111,6 +111,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         raise
     code = output.verdict(code)
     sys.stdout = screen
+    if code:  # all agreed: when the first rank has left with it, srun sends SIGTERM to those still leaving
+        endings.update(dict.fromkeys(endings, functools.partial(job.end, code)))
     sys.exit(code)
 
 
