@@ -19,7 +19,9 @@ from treeattn.cli.verify import Drafts
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.decoder import Decoder
 from treeattn.errors import ArgumentError
-from treeattn.llama.sampling import Sampling
+from treeattn.llama import Llama, Sampling, Session
+from treeattn.llama.attended import Attended, first_difference
+from treeattn.llama.generate import generate
 from treeattn.partial import Array
 from treeattn.report import Report
 from treeattn.shards import Layout
@@ -144,10 +146,6 @@ def _verified(world: MpiCommunicator, problem: Problem, reproducible: str) -> tu
 
 def _text(world: MpiCommunicator, facts: OfText, source: Path) -> tuple[dict[str, Any], list[str]]:
     """Of a text, without drafts: these change no bit. Collective."""
-    from treeattn.llama import Llama, Session
-    from treeattn.llama.attended import Attended, first_difference
-    from treeattn.llama.generate import generate
-
     model = collectively(world, lambda: Llama(source, reproducible=True))
     with Session(
         world, model, facts.prompt,
