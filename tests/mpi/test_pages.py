@@ -131,11 +131,11 @@ def test_a_decoder_takes_pages_if_it_is_planned_for_them(comm):
                 step(one, treeattn.Shard(one, one, block_table=table))
 
 
-@pytest.mark.parametrize("cache", ["float64", "float8_e5m2", "latent", "project"])
+@pytest.mark.parametrize("cache", ["float64", "float8_e5m2", "latent"])
 def test_pages_of_other_caches(comm, cache):
-    """Of types of their own, of latent heads, before a projection: the bits of the same tokens in a row."""
+    """Of types of their own, of latent heads: the bits of the same tokens in a row."""
     rng = np.random.default_rng(comm.rank)
-    dtype = "float32" if cache == "latent" or cache == "project" else cache
+    dtype = "float32" if cache == "latent" else cache
     k = rng.standard_normal((2, 30, 1, 64)).astype(treeattn.attention.shape.CACHE_DTYPES[dtype])
     q = np.random.default_rng(0).standard_normal((2, 1, 4, 64))
     q = q.astype(np.float64 if cache == "float64" else np.float32)
@@ -145,8 +145,6 @@ def test_pages_of_other_caches(comm, cache):
         plan |= {"cache_dtype": dtype, "k_scale": 0.5, "v_scale": 2.0}
     if cache == "latent":
         plan |= {"v_dim": 48}
-    if cache == "project":
-        plan |= {"project": np.random.default_rng(1).standard_normal((4, 64, 8)).astype(np.float32)}
     pages, table = in_pages(k, PAGE_SIZE, lengths)
     found = []
     for array, page_size in ((k, None), (pages, PAGE_SIZE)):

@@ -12,7 +12,6 @@ from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import plan, select
 from treeattn.decoder.planned import PlannedDecode
-from treeattn.decoder.projection import Projection
 from treeattn.decoder.reproducible import find
 from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Stated
@@ -39,10 +38,6 @@ class Decoder(PlannedDecode):
         Where to compute; "cuda" is CuPy's current device.
     cache : CacheFormat, optional
         What is known of the cache: types and scales, pages, the width of values, positions.
-    project : [heads, v_dim, out_dim], optional
-        Maps each head's result, the same on every rank (device="cpu"): out is then [batch, queries, heads,
-        out_dim]. The matrix is applied to what travels if that makes it shorter (out_dim < v_dim), else to
-        the result, whose bits are then equal on ranks whose processors and BLAS libraries are alike.
 
     Attributes
     ----------
@@ -84,7 +79,6 @@ class Decoder(PlannedDecode):
         rules: Rules | None = None,
         device: str = "cpu",
         cache: CacheFormat | None = None,
-        project: Any = None,
         reproducible: str | None = None,
     ) -> None:
         held = CacheFormat() if cache is None else cache
@@ -106,7 +100,6 @@ class Decoder(PlannedDecode):
                 rules=Rules.of(rules, heads),
                 reproducible=reproducible,
                 stated=Stated(held.positions),
-                project=None if project is None else Projection(project, shape),
             )
 
         own = communicators.intracomm(comm)

@@ -76,8 +76,7 @@ class Buffers:
     """Records as the kernel writes them, as the reducer cuts them, and this rank's part of the result.
 
     A scattered schedule cuts the records by heads, so they must be head-major on the wire: for one
-    sequence they are; for several, a step reorders into a second buffer. `divided` is what the finish
-    writes: another array than `out` where that is projected afterwards. `given`: whether this rank has a
+    sequence they are; for several, a step reorders into a second buffer. `given`: whether this rank has a
     result; one that has none of ``output="root"`` divides what it holds, and nobody looks at it.
     """
 
@@ -85,7 +84,6 @@ class Buffers:
         shape, self._memory = request.shape, request.device.memory
         batch, all_heads, queries = shape.lse_shape
         dtype, empty = shape.record_dtype, self._memory.empty
-        out_dim = request.project.out_dim if request.project else shape.v_dim
         self.given = request.how.output != "root" or comm.rank == 0
         self.heads = _own_heads(all_heads, request.how.output, comm)
         own = self.heads.stop - self.heads.start
@@ -100,9 +98,7 @@ class Buffers:
         self.own = self.records
         if not whole:
             self.own = empty((batch, own, queries, operator.width), operator.dtype)
-        self.out = self.divided = empty((batch, queries, own, out_dim), dtype)
-        if request.project and not request.projects_first:
-            self.divided = empty((batch, queries, own, shape.v_dim), dtype)
+        self.out = empty((batch, queries, own, shape.v_dim), dtype)
         self.lse = empty((batch, own, queries), dtype)
 
     def to_wire(self) -> None:
@@ -182,16 +178,13 @@ def plan(comm: Communicator, ask: Callable[[], Request], route: Route | None = N
         watchdog.limit()
         device.check_shape(shape)
         agreed.share = device.slow_because(), request.stated.told() if request.asks_positions else None
-        width = request.project.out_dim if request.project and request.projects_first else shape.v_dim
-        operator = device.merge_operator(width, shape.record_dtype)
+        operator = device.merge_operator(shape.v_dim, shape.record_dtype)
         buffers = Buffers(request, comm, operator)
         attention, sight = None, Sight(request.rules, shape)
         tables = sight.tables() if request.rules.by_tables else None
         if not request.attends_by_reducer:
-            attention = _attention(request, buffers.records, tables)
-        finish = device.finish(buffers.own, buffers.divided, buffers.lse)
-        if request.project and not request.projects_first and buffers.given:
-            finish = request.project.after_finish(finish, buffers.divided, buffers.out, buffers.heads)
+            attention = device.attention(shape, buffers.records, request.logit_scale, tables)
+        finish = device.finish(buffers.own, buffers.out, buffers.lse)
     if comm.rank == 0:
         _warn_without_compiler([slow for slow, _ in agreed.gathered])
     if request.asks_positions:
@@ -209,10 +202,13 @@ def plan(comm: Communicator, ask: Callable[[], Request], route: Route | None = N
         """With sinks, which come before the reduction; and all of a step in one call, where that can be."""
         if add_sinks is not None:
             return _SinksAdded(attention, add_sinks), None
-        if buffers.sliced or request.project is not None:
+        if buffers.sliced:
             return attention, None
         whole = device.whole_step(attention, reducer, buffers.records, buffers.out, buffers.lse)
         return attention, whole
+
+    def see(new: MaskTables) -> tuple[Attention, WholeStep | None]:
+        return stages(device.attention(shape, buffers.records, request.logit_scale, new))
 
     attend, whole = stages(reducer.take if attention is None else attention)
     before, after = (buffers.to_wire, buffers.from_wire) if buffers.sliced else (None, None)
@@ -233,7 +229,7 @@ def plan(comm: Communicator, ask: Callable[[], Request], route: Route | None = N
         whole=whole,
         sight=sight,
         tables=tables,
-        see=None if attention is None else lambda new: stages(_attention(request, buffers.records, new)),
+        see=None if attention is None else see,
         why=routed.why,
     )
 
@@ -297,14 +293,6 @@ def _routed(request: Request, buffers: Buffers, reduction: ReductionSpec) -> _Ro
     if how.progress == "thread":
         reducer = progress_thread.ProgressThreadReducer(reducer)
     return _Routed(rounds, chosen, reducer, why, finish)
-
-
-def _attention(request: Request, records: Array, tables: MaskTables | None) -> Attention:
-    """Attention into the records that travel."""
-    given = request.shape, records, request.logit_scale, tables
-    if request.project is None or not request.projects_first:
-        return request.device.attention(*given)
-    return request.project.before_merging(request.device, *given)
 
 
 def plan_reducer(

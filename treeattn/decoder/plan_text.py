@@ -56,7 +56,6 @@ def _buffers(plan: Plan) -> Iterator[tuple[str, str]]:
         "records": buffers.records,
         "records on the wire": buffers.wire,
         "records of the result": buffers.own,
-        "out before project": buffers.divided,
         "out": buffers.out,
         "lse": buffers.lse,
     }

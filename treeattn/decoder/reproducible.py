@@ -90,8 +90,3 @@ def check(request: Request) -> None:
         raise RestrictionError(
             "a mask is of draft tokens, which are dealt out one by one: reproducible='tokens' serves them"
         )
-    if request.project is not None:
-        raise RestrictionError(
-            "project= multiplies in the order of a BLAS library, whose bits are its own: leave it out with "
-            "reproducible="
-        )

@@ -12,7 +12,6 @@ from treeattn.collectives import parameters
 from treeattn.collectives.catalog import DEVICES, Scheme, Selection
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import reproducible
-from treeattn.decoder.projection import Projection
 from treeattn.decoder.sight import Stated
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 
@@ -111,7 +110,6 @@ class Request:
     q_root: int | None = None
     rules: Rules = field(default_factory=Rules)
     stated: Stated = field(default_factory=Stated)
-    project: Projection | None = None
     reproducible: str | None = None
     masked: bool = False  # of this rank alone: the one step that follows brings a mask
 
@@ -136,15 +134,7 @@ class Request:
             "the layout of positions": self.asks_positions and self.stated.layout,
             "q_positions": self.stated.stands,
             "begins": self.stated.begins,
-            "project": self.project and self.project.digest,
         }
-
-    @property
-    def projects_first(self) -> bool:
-        """Whether `project` comes before the reduction: where that makes the messages shorter."""
-        if self.project is None or self.scheme.row.fused or self.how.groups != 1:
-            return False
-        return self.project.narrows
 
     @property
     def attends_by_reducer(self) -> bool:
@@ -172,7 +162,6 @@ def check(request: Request) -> None:
     _check_progress(request)
     _check_groups(request)
     _check_rules(request)
-    _check_project(request)
 
 
 def _check_progress(request: Request) -> None:
@@ -232,12 +221,4 @@ def _check_rules(request: Request) -> None:
         raise RestrictionError(
             f"{what} takes q, k and v of one type: a cache of {request.shape.kv_dtype} under queries of "
             f"{request.shape.dtype} needs another scheme, and groups=1"
-        )
-
-
-def _check_project(request: Request) -> None:
-    """Raise `RestrictionError` where results are on a device that projects nothing."""
-    if request.project is not None and request.device.stream is not None:
-        raise RestrictionError(
-            "project= is for device='cpu': on a GPU leave it out, and multiply its result by the map"
         )

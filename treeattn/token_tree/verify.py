@@ -28,7 +28,6 @@ from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
 from treeattn.decoder.plan import folding
-from treeattn.decoder.projection import Projection
 from treeattn.decoder.reproducible import find
 from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError, RestrictionError
@@ -53,7 +52,6 @@ def verify(
     lengths: ArrayLike | None = None,
     owner: str | ArrayLike = "single",
     device: str | None = None,
-    project: Array | None = None,
     reproducible: str | None = None,
 ) -> tuple[Array, Array]:
     """Exact attention of the nodes of a token tree over a sharded context and their ancestors. Collective.
@@ -78,8 +76,6 @@ def verify(
     comm, scheme, scale, device, reproducible
         As for `treeattn.decode`. Schemes that attend while they communicate, and those that leave each rank
         a slice, are refused.
-    project : [heads, head_dim, out_dim], optional
-        Of every rank: out is then [batch, L, heads, out_dim], as `treeattn.Decoder` has it.
 
     Returns
     -------
@@ -110,7 +106,7 @@ def verify(
         agreed.share = [tokens] * tree.batch if lengths is None else where.to_host(lengths).tolist()
     planned = shape.plain
     planned |= {"nodes": planned.pop("queries"), "scheme": scheme, "scale": scale, "device": where.name}
-    planned |= {"owner": owner, "project": project, "reproducible": reproducible}
+    planned |= {"owner": owner, "reproducible": reproducible}
     with Verifier(comm, **planned) as verifier:
         query, keys, values, draft_keys, draft_values = given
         results = verifier(
@@ -142,7 +138,6 @@ class Verifier:
         scale: float | None = None,
         device: str = "cpu",
         owner: str | ArrayLike = "single",
-        project: Array | None = None,
         reproducible: str | None = None,
     ) -> None:
         comm = communicators.intracomm(comm)
@@ -154,10 +149,9 @@ class Verifier:
                 raise RestrictionError("drafts are dealt out one by one: take reproducible='tokens'")
             self._device = find(device, reproducible, comm.size)
             self._device.check_shape(self.shape)
-            projection = None if project is None else Projection(project, self.shape)
-            self._drafts = _Drafts(self.shape, self._device, scale, projection)
+            self._drafts = _Drafts(self.shape, self._device, scale)
         self.owner, self._size, self._rank = owner, comm.size, comm.rank
-        how: dict[str, Any] = {"scheme": scheme, "project": project, "reproducible": reproducible}
+        how: dict[str, Any] = {"scheme": scheme, "reproducible": reproducible}
         self.decoder = Decoder(comm, **self.shape.plain, scale=scale, device=device, **how)
         self._merge = self._drafts.merged_into(self.decoder.records)
         self._containers = arrays.Containers(self._device.view, (self.decoder.out, self.decoder.lse))
@@ -211,18 +205,13 @@ class Verifier:
 class _Drafts:
     """The masked pass over draft tokens, into records of its own."""
 
-    def __init__(
-        self, shape: Shape, device: Device, scale: float | None, projection: Projection | None
-    ) -> None:
-        first = projection if projection is not None and projection.narrows else None
-        width = shape.head_dim if first is None else first.out_dim  # as the context's records have
+    def __init__(self, shape: Shape, device: Device, scale: float | None) -> None:
         self._shape, self._device = shape, device
-        self._operator = device.merge_operator(width, shape.record_dtype)
+        self._operator = device.merge_operator(shape.head_dim, shape.record_dtype)
         self._records = device.memory.empty((*shape.lse_shape, self._operator.width), self._operator.dtype)
         self._tables = MaskTables(Rules(), shape.batch, shape.queries)
         scale = shape.default_scale() if scale is None else float(scale)
-        given = shape, self._records, scale, self._tables
-        self._attention = device.attention(*given) if first is None else first.before_merging(device, *given)
+        self._attention = device.attention(shape, self._records, scale, self._tables)
         self._seen: tuple[TokenTree, Array] | None = None
 
     def merged_into(self, records: Array) -> Callable[[], object]:
