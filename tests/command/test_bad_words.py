@@ -18,9 +18,6 @@ BAD = {
     "": """
         nonsense                                            | No such command 'nonsense'
     """,
-    "audit": """
-        none.json                                           | cannot be read (No such file or directory)
-    """,
     "calibrate": """
         --out a.toml                                        | two ranks or more
         --out a.json                                        | name it FILE.toml

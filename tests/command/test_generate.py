@@ -139,34 +139,6 @@ patch(ModelDrafts, "close", told)
 """
 
 
-def test_a_text_is_audited_on_one_process(model, tmp_path):
-    """Recorded with drafts, on three ranks; run again without."""
-    recording = tmp_path / "run.json"
-    words = ("--random-tokens", 40, "-n", 20, "--ignore-eos", "--reproducible", "--draft", "ngram")
-    done = treeattn("generate", "--model", model, *words, "--json", recording, ranks=3)
-    digest = json.loads(recording.read_text())["logits_sha256"]
-    assert f"SHA-256 {digest}" in done.stderr
-    done = in_process("audit", recording)
-    assert "the same bits" in done.stdout
-    facts = json.loads(recording.read_text())
-    facts["logits"][3] = facts["logits"][4]
-    recording.write_text(json.dumps(facts))
-    done = in_process("audit", recording, code=1)
-    assert "the logits of token 3 of the text are the first that differ" in done.stdout
-    assert "attention differs" not in done.stdout
-    for name in ("attended", "capacity", "sampling"):
-        broken = tmp_path / "broken.json"
-        broken.write_text(json.dumps(facts | {name: "none"}))
-        assert "broken.json is no recording" in in_process("audit", broken, code=2).stderr
-    other = write_model(tmp_path, "grouped_llama3")
-    name = "model.layers.1.self_attn.q_proj.weight"
-    file, tensors = next((path, t) for path in other.glob("*.safetensors") if name in (t := load_file(path)))
-    tensors[name][len(tensors[name]) // 2] += 1  # of head 3 of 6
-    save_file(tensors, file)
-    done = in_process("audit", recording, "--input", other, code=1)
-    assert "attention differs first in layer 1, heads 3, of tokens 0 to 31" in done.stdout
-
-
 def test_a_draft_model_is_closed_with_each_repetition(model):
     words = ("generate", "--model", model, "--prompt-ids", "1,2,3", "-n", 4, "--draft-model", model)
     done = treeattn(*words, "--repeat", 2, ranks=2, patches=CLOSES)

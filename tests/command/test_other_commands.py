@@ -22,7 +22,7 @@ def test_help_lists_each_command_with_its_whole_sentence():
     entries = re.split(r"^  (?=[a-z])", listed, flags=re.MULTILINE)[1:]
     names = [entry.split()[0] for entry in entries]
     known = """
-        audit cache cache-node calibrate check-partials compare decode doctor export generate inspect paper
+        cache cache-node calibrate check-partials compare decode doctor export generate inspect paper
         plot published report roofline schedule schemes simulate topology trace tree tune verify visible
     """
     assert names == known.split()

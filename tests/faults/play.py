@@ -26,8 +26,6 @@ def prepared(folder: Path) -> Path:
     written(folder / "drafts.safetensors")
     words = "compare --schemes chain,ring --what reduce --heads 4 --head-dim 16 --repetitions 1 --out"
     treeattn(*words.split(), folder / "results.jsonl")
-    words = f"decode {table.CACHE} --reproducible tokens --check --json"
-    treeattn(*words.split(), folder / "run.json")
     partial = {"out": np.ones((4, 16), np.float32), "lse": np.ones(4, np.float32)}
     (folder / "partial.safetensors").write_bytes(files.save_tensors(partial, {}))
     (folder / "beams.txt").write_text("to be or not\nto be sure\n")

@@ -23,7 +23,6 @@ _SMALL = "--seq-len 512 --heads 4 --kv-heads 2 --head-dim 32"
 
 #: Commands whose ranks wait for one another; {tmp} holds a model, drafts, and what is written.
 TOGETHER = {
-    "audit": "audit {tmp}/run.json",
     "calibrate": "calibrate --seconds 2 --out {tmp}/prices.toml",
     "compare": f"compare --schemes chain,kv_ring --what decode {_SMALL} --repetitions 3",
     "decode": f"decode {CACHE} --check --repeat 200",
@@ -208,7 +207,6 @@ def griefs() -> Iterator[tuple[Grief, str, str]]:
 
 #: What the commands that write a file are started with, for a full disk under each of those files.
 WRITERS = {
-    "audit": "{tmp}/run.json",
     "calibrate": "--seconds 1 --out {tmp}/prices.toml",
     "check-partials": "{tmp}/partial.safetensors",
     "compare": f"--schemes chain --what reduce {_SMALL} --repetitions 1 --iterations 3",

@@ -17,15 +17,13 @@ from unittest import mock
 import msgspec
 import numpy as np
 
-from tests.command.launch import in_process
-from tests.command.test_verify_command import written
 from tests.fuzz import lines, mutations
 from tests.support import plans
 from tests.support.models import write_model
 from tests.unit.study import made_results
 from treeattn import launch
 from treeattn.cache import ShardedCache, index
-from treeattn.cli import audit, scheme, tree
+from treeattn.cli import scheme, tree
 from treeattn.collectives import build, names
 from treeattn.collectives.catalog import select
 from treeattn.collectives.clusters import description
@@ -139,30 +137,6 @@ def _launched(path: Path) -> None:
         launch.problem()
 
 
-def _recordings(folder: Path) -> list[bytes]:
-    """Of a step and of a text, as far as they are read."""
-    write_model(folder, "tied")
-    written(folder / "drafts.safetensors")
-    step, text = folder / "step.json", folder / "text.json"
-    in_process("verify", folder / "drafts.safetensors", "--reproducible", "--json", step)
-    in_process(
-        *f"generate --model {folder} --prompt-ids 1,2,3 -n 2 --reproducible --cache-dtype float16".split(),
-        "--json", text,
-    )  # fmt: skip
-    kept = {*audit.OfStep.__struct_encode_fields__, *audit.OfText.__struct_encode_fields__}
-    read = [json.loads(path.read_text()) for path in (step, text)]
-    facts = [{name: value for name, value in one.items() if name in kept} for one in read]
-    facts[0] |= {"rules": {"causal": True, "window": [4, None], "leading": 1}}
-    return [json.dumps(one).encode() for one in facts]
-
-
-def _audited(path: Path) -> None:
-    done = in_process("audit", path, code=None)
-    assert done.returncode in (0, 1, 2), done
-    if done.returncode == 2:
-        raise SystemExit(done.stderr)
-
-
 def _rooflines(_: Path) -> list[bytes]:
     return [(ROOT / "docs/results/roofline.json").read_bytes(), json.dumps({"kind": "x"}, indent=1).encode()]
 
@@ -235,7 +209,6 @@ INPUTS = {
     "roofline": Input(_rooflines, mutations.of_json, "x.json", _plotted),
     "scheme": Input(_schemes, mutations.of_text, "x", _scheme),
     "launcher": Input(_environment, mutations.of_json, "x", _launched),
-    "recording": Input(_recordings, mutations.of_json, "x.json", _audited),
     "saved_cache": Input(_saved, mutations.of_json, index.NAME, _load),
     "model": Input(_model, mutations.of_json, "config.json", lambda path: read_config(path.parent)),
     "weights": Input(_weights, mutations.of_json, "model.safetensors.index.json", _read_weights),

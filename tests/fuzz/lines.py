@@ -48,7 +48,6 @@ export b --format nccl-tests --scheme chain
 compare --schemes chain --what decode --seq-len 64:256:x2 --batch 1 --queries 2 --repetitions 1 --iterations 3
 compare --what reduce --bytes 1Ki,4Ki --arrivals random:5us --wire bfloat16 --repetitions 1 --iterations 3
 check-partials partial.safetensors --whole partial.safetensors --base 2 --scale 0.5
-audit run.json --input cache.safetensors
 schemes --wide
 """.strip().splitlines()
 
@@ -61,8 +60,6 @@ def seeds(folder: Path) -> list[bytes]:
     shutil.copy(ROOT / "tests/data/smollm2_layer17_4096.safetensors", folder / "cache.safetensors")
     partial = {"out": np.ones((4, 16), np.float32), "lse": np.ones(4, np.float32)}
     (folder / "partial.safetensors").write_bytes(save_tensors(partial, {}))
-    recorded = "decode cache.safetensors --reproducible tokens --json run.json"
-    in_process(*recorded.replace("cache.", f"{folder}/cache.").replace("run.", f"{folder}/run.").split())
     (folder / "own.json").write_text(build("chain", 3).to_json())
     (folder / "beams.txt").write_text("to be or not\nto be sure\n\na b\n")
     return [line.encode() for line in LINES]

@@ -66,12 +66,6 @@ def _gguf(length: int, kind: int) -> bytes:
     return b"GGUF" + struct.pack("<IQQQ1sIIQ", *head)
 
 
-def _recorded(more: str) -> str:
-    """A recording of a step."""
-    result = '{"reproducible": "tokens", "sha256": "", "heads": []}'
-    return f'{{"ranks": [], "input": "x", "query": "", "blocks": ["x"], "results": [{result}], {more}}}'
-
-
 LONG = "9" * 5000
 #: What was found, in short: each was a traceback, or more than a line.
 FOUND = [
@@ -85,7 +79,6 @@ FOUND = [
     ("weights", '{"weight_map": {"lm_head.weight": "a\\nb"}}'),
     ("weights", f'{{"weight_map": {{"lm_head.weight": "{LONG}"}}}}'),
     ("weights", "[" * 100_000),
-    ("recording", "[" * 100_000),
     ("model", "[" * 100_000),
     ("roofline", "{\n" + '"a":{' * 100_000),
     ("safetensors", save_tensors({"k": np.zeros(3)}, {"v_dim": LONG})),
@@ -101,10 +94,6 @@ FOUND = [
     ("gguf", _gguf(2**19, kind=0) + bytes(2**19)),
     ("gguf", _gguf(2**60, kind=8) + bytes(2**21)),
     ("gguf", _gguf(2**17, kind=9) + bytes(2**21)),
-    ("recording", '{"results": [{"reproducible": "tokens"}], "blocks": ["x"]}'),
-    ("recording", _recorded('"rules": {"window": 5}')),
-    ("recording", _recorded('"rules": {"x": 1}')),
-    ("recording", _recorded('"input": "\\u0000"')),
 ]
 
 

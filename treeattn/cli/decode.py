@@ -18,7 +18,7 @@ from treeattn.backends.device import Device
 from treeattn.cli import options
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.own_device import own_device
-from treeattn.cli.problem import Judge, Problem, ended_with, fingerprint, heads_of, show_digests
+from treeattn.cli.problem import Judge, Problem, ended_with, heads_of, show_digests
 from treeattn.cli.scheme import for_out, given
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Sent
@@ -79,10 +79,9 @@ def command(
     rows = [_measure(world, problem, judge, where, inputs, one, reproducible, repeat) for one in how]
     results = [(row.pop("out"), row.pop("lse")) for row in rows]
     machine = environment.machine(world)
-    recorded = fingerprint(world, problem) if reproducible else {}
     if world.rank == 0:
         output.tensors(*results[-1], scale=repr(problem.scale), scheme=rows[-1]["scheme"])
-        output.report(_report(problem, rows, recorded, machine, output))
+        output.report(_report(problem, rows, machine, output))
     return 0 if all(row["passed"] for row in rows) else 1
 
 
@@ -175,7 +174,6 @@ def _wire(world: MpiCommunicator, decoder: Decoder) -> dict[str, Any]:
 def _report(
     problem: Problem,
     rows: list[dict[str, Any]],
-    recorded: dict[str, Any],
     machine: dict[str, Any],
     output: Output,
 ) -> Report:
@@ -190,7 +188,6 @@ def _report(
         "rules": {name: np.asarray(getattr(problem.rules, name)).tolist() for name in problem.rules.names},
         "schemes": [row["scheme"] for row in rows],
         "results": rows,
-        **recorded,  # for `treeattn audit`
     }, machine)  # fmt: skip
     values = f", values of {shape.v_dim}" if shape.v_dim != shape.head_dim else ""
     dtypes = f"{shape.dtype} over {shape.kv_dtype}" if shape.mixed else shape.dtype

@@ -30,7 +30,6 @@ from treeattn.decoder import Decoder
 from treeattn.decoder.prefill import PREFILLS
 from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
-from treeattn.llama.attended import Attended
 from treeattn.llama.config import Config
 from treeattn.llama.drafts import Drafter, ModelDrafts, NgramDrafts
 from treeattn.llama.generate import Continuation, Drafting, generate
@@ -126,7 +125,6 @@ class TextStream:
 
 
 _RINGS = ("kv_ring", "query_ring")
-_AUDITED = ("logits", "attended")
 
 _sampling_options = options.grouped(
     "sampling", Sampling,
@@ -268,8 +266,7 @@ def command(
             made = RemoteSession(nodes, model, tokens, capacity=capacity, sampling=sampling)
         with made as session, drafts as drafter:
             drafting = Drafting(settings["drafts"], drafter) if settings["drafts"] else None
-            audited = reproducible and output.json is not None and load_cache is None
-            what = max_new_tokens, stop, drafting, stream, load_cache, save_cache, audited
+            what = max_new_tokens, stop, drafting, stream, load_cache, save_cache
             runs.append(_run(world, session, *what))
             trees = session.tree_decoder
             planned = {
@@ -320,11 +317,9 @@ def _run(
     stream: TextStream,
     load: Path | None,
     save: Path | None,
-    audited: bool,
 ) -> dict[str, Any]:
     """Prefill and decode once. Collective."""
     say = Progress(world.rank == 0)
-    attended = Attended(session.model.config, session.capacity) if audited else None
 
     def told(made: Continuation) -> None:
         stream(made.tokens)
@@ -332,7 +327,7 @@ def _run(
             rate = 1 / statistics.median(made.step_s)
             say(f"{len(made.tokens):,} of {count:,} tokens, {rate:.1f} steps a second")
 
-    made = generate(session, count, stop, drafting, told, say, load, save, attended)
+    made = generate(session, count, stop, drafting, told, say, load, save)
     stream.end()
     mine = {
         "attention_s": made.attention_s if session.model.device.name == "cpu" else None,
@@ -344,9 +339,7 @@ def _run(
         everyones = world.allgather(mine)
     return {
         "tokens": made.tokens,
-        "logits": made.digests,
         "logits_sha256": made.digest,
-        "attended": attended and attended.digests(world),
         "first_token_s": made.first_token_s,
         "step_s": made.step_s,
         "accepted": made.accepted,
@@ -383,8 +376,6 @@ def _facts(
         "tokens_sha256": hashlib.sha256(np.array(tokens, np.int64).tobytes()).hexdigest(),
         "reproducible": model.reproducible,
         "logits_sha256": runs[0]["logits_sha256"] if model.reproducible else None,
-        # For `treeattn audit`:
-        **({"prompt": prompt} | {name: runs[0][name] for name in _AUDITED} if model.reproducible else {}),
         "weight_bytes": world.allgather(model.weight_bytes),
         "peak_bytes": world.allgather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
         "first_token_s": [run["first_token_s"] for run in runs],

@@ -1,5 +1,4 @@
-"""A decode problem that lies in a file: its shards, in rows or pages, the judge of its results, and
-the digests that a recording holds of both."""
+"""A decode problem that lies in a file: its shards, in rows or pages, and the judge of its results."""
 
 from __future__ import annotations
 
@@ -274,7 +273,7 @@ def ended_with(
     """Who made a result, its digests, and how it is known that all ranks have the same bits. Collective."""
     proof, mine = decoder.certificate, digest(out, lse)
     determinism = "measured" if proof is None else proof.determinism
-    facts = {
+    return {
         "scheme": decoder.scheme,
         "executor": decoder.executor,
         "same_bits": len(set(world.allgather(mine))) == 1,
@@ -282,7 +281,6 @@ def ended_with(
         "reproducible": reproducible,
         "sha256": mine,
     }
-    return facts | ({"heads": head_digests(out, lse)} if reproducible else {})
 
 
 def heads_of(shape: Shape) -> str:
@@ -320,33 +318,7 @@ class PagedShard:
         return np.stack([rows_of(cache, np.maximum(row, 0), tokens) for row in self.block_table])
 
 
-BLOCK = 256  # tokens with a digest of their own
-
-
-def fingerprint(world: MpiCommunicator, problem: Problem) -> dict[str, Any]:
-    """Of the query, and of each 256 tokens of the cache, whoever holds them. Collective."""
-    own: dict[int, int] = {}
-    tensors: list[Any] = [problem.k] if problem.latent else [problem.k, problem.v]
-    rows = [tensor if problem.paged is None else problem.paged.rows(tensor) for tensor in tensors]
-    for index, token in enumerate(np.asarray(problem.own).tolist()):
-        content = b"".join(np.ascontiguousarray(row[:, index]).view(np.uint8).tobytes() for row in rows)
-        digest = hashlib.blake2b(content + token.to_bytes(8, "little"), digest_size=8).digest()
-        own[token // BLOCK] = own.get(token // BLOCK, 0) + int.from_bytes(digest, "little")
-    everyone = world.allgather(own)
-    sums = (sum(one.get(at, 0) for one in everyone) for at in range(-(-problem.tokens // BLOCK)))
-    query = hashlib.sha256(np.ascontiguousarray(problem.q).view(np.uint8).tobytes()).hexdigest()
-    return {"query": query, "blocks": [f"{total % (1 << 64):016x}" for total in sums]}
-
-
 def show_digests(made: Report, rows: list[dict[str, Any]]) -> None:
     """A line for each result that the rows have: one, where bits are of the tokens alone."""
     for digest in sorted({row["sha256"] for row in rows}):
         made.text(f"SHA-256 of out and lse, on any ranks and machine: {digest}")
-
-
-def head_digests(out: Array, lse: Array) -> list[str]:
-    """Of each query head's result."""
-    return [
-        hashlib.sha256(out[:, :, head].tobytes() + lse[:, head].tobytes()).hexdigest()[:16]
-        for head in range(lse.shape[1])
-    ]

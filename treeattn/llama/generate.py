@@ -7,14 +7,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from treeattn.agreement import broadcast_from_root
 from treeattn.collectives.runtime import watchdog
-from treeattn.llama.attended import Attended
 from treeattn.llama.drafts import Drafter, draft_tree
 from treeattn.llama.session import Session
 from treeattn.partial import Array
@@ -63,15 +58,13 @@ def generate(
     progress: Callable[[str], object] = lambda line: None,
     load: Path | None = None,
     save: Path | None = None,
-    attended: Attended | None = None,
 ) -> Continuation:
     """Generate `count` tokens after the prompt of a new session, at most up to one of `stop`. Collective.
 
-    load: a saved cache that the prompt is taken from in place of a prefill; save: where to save it. attended:
-    takes digests of what is run, the prompt too unless it is loaded. on_step: called after every step;
-    progress: with a line, while the prompt runs. Drafts change the number of steps, and no token that is not
-    as likely as another to within rounding: those that are kept are what would have been chosen without
-    them. With a `reproducible` model they change no bit of any logit.
+    load: a saved cache that the prompt is taken from in place of a prefill; save: where to save it. on_step:
+    called after every step; progress: with a line, while the prompt runs. Drafts change the number of steps,
+    and no token that is not as likely as another to within rounding: those that are kept are what would have
+    been chosen without them. With a `reproducible` model they change no bit of any logit.
     """
     clock, layers = time.perf_counter, session.model.config.layers
     text = session.prompt_tokens.tolist()
@@ -83,12 +76,7 @@ def generate(
         rate = len(text) * (layer + 1) / layers / (clock() - began)
         progress(f"prompt of {len(text):,} tokens: {layer + 1} of {layers} layers, {rate:,.0f} tokens/s")
 
-    if attended is not None:
-        session.observe = attended.observe
     logits = session.prefill(on_layer) if load is None else session.load(load)
-    if attended is not None and load is None:
-        own = session.prompt_positions
-        attended.keep(np.arange(len(own)), own)
     made = Continuation([session.choose(logits)], clock() - began)
     digested = session.model.reproducible
     if digested:
@@ -99,7 +87,7 @@ def generate(
     text += made.tokens
     while len(made.tokens) < count and made.tokens[-1] not in stop:
         began, before = clock(), session.attention_s
-        new, logits, nodes = _step(session, text, count - len(made.tokens), drafting)
+        new, logits = _step(session, text, count - len(made.tokens), drafting)
         made.step_s.append(clock() - began)
         made.attention_s.append(session.attention_s - before)
         made.accepted.append(len(new) - 1)
@@ -107,8 +95,6 @@ def generate(
         made.tokens += new[:end]
         if digested:
             made.chosen_by(logits[:end])
-        if attended is not None and session.comm.rank == 0:  # every rank has run these
-            attended.keep(nodes[:end], len(text) - 1 + np.arange(end))
         text += new
         on_step(made)
     return made
@@ -116,9 +102,8 @@ def generate(
 
 def _step(
     session: Session, tokens: list[int], left: int, drafting: Drafting | None
-) -> tuple[list[int], Array, NDArray[np.integer[Any]]]:
-    """The next tokens, at least one and at most `left`; the logits by which each was chosen, and their rows
-    of what was run."""
+) -> tuple[list[int], Array]:
+    """The next tokens, at least one and at most `left`, and the logits by which each was chosen."""
     paths: list[list[int]] = []
     if drafting is not None and left > 1:
         drafter, budget = drafting.drafter, drafting.nodes - 1
@@ -129,10 +114,10 @@ def _step(
         paths = broadcast_from_root(session.comm, propose, "the drafts of rank 0")
     if drafting is None or not paths:
         logits = session.step(tokens[-1])
-        return [session.choose(logits)], logits[None], np.zeros(1, np.int64)
+        return [session.choose(logits)], logits[None]
     tree = draft_tree(tokens[-1], paths, drafting.nodes)
     logits = session.verify(tree)
     accepted = session.accept(tree, logits)
     session.commit(accepted.path)
     kept = accepted.path[0, : int(accepted.counts[0])]
-    return [*tree.tokens[0, kept[1:]].tolist(), int(accepted.next_tokens[0])], logits[kept], kept
+    return [*tree.tokens[0, kept[1:]].tolist(), int(accepted.next_tokens[0])], logits[kept]

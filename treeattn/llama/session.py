@@ -152,8 +152,6 @@ class Session:
         self._generator = np.random.default_rng(self._sampling.seed)
         self.prompt_tokens = _checked_prompt(prompt, capacity, model)
         self.tokens, self.attention_s = len(self.prompt_tokens), 0.0
-        #: Called with every layer's number and what its tokens attended to, [tokens, heads, head_dim].
-        self.observe: Callable[[int, Array], object] = lambda layer, attended: None
 
     @property
     def tree_decoder(self) -> Decoder | None:
@@ -186,7 +184,6 @@ class Session:
             cache.append_own(k[None], v[None], [self.tokens])
             closer = (rows[:, : len(q)] for rows in cache.arrays)
             attended: Array = prefill(q[None], *closer)[0][0]
-            self.observe(layer, attended)
             on_layer(layer)
             return attended
 
@@ -293,7 +290,6 @@ class Session:
         out, _ = attention(q[None], k, v, *drafts, **options)
         self.attention_s += time.perf_counter() - began
         attended: Array = out[0]
-        self.observe(layer, attended)
         return attended
 
     def commit(self, path: NDArray[np.integer[Any]]) -> None:
