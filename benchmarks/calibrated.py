@@ -27,7 +27,7 @@ from treeattn.cli.compare_table import pairs
 from treeattn.collectives import names
 from treeattn.collectives.clusters.fit import RECORDS
 from treeattn.decoder.fastest import candidates
-from treeattn.decoder.plan import select
+from treeattn.selection import select
 from treeattn.study import environment
 from treeattn.study.compare.results import compared_series, read, summarise
 

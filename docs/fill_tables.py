@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from treeattn.collectives import build, check, needs_nodes
-from treeattn.decoder.plan import CATALOG
+from treeattn.selection import CATALOG
 from treeattn.study.compare.results import Summary, compared_series, read, summarise
 from treeattn.study.compare.schema import NULL, SUM
 from treeattn.study.paper import shown

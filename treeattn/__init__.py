@@ -2,42 +2,62 @@
 
 >>> import treeattn                                                    # doctest: +SKIP
 >>> out, lse = treeattn.decode(q, k, v, comm=comm, scheme="binary_tree")  # doctest: +SKIP
+
+A name is loaded when it is first asked for: a command that simulates schedules needs no attention.
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING
 
-from treeattn import collectives, energy, token_tree
-from treeattn.attention.mask import Rules
-from treeattn.attention.shard import CacheFormat, Shard
-from treeattn.cache import ShardedCache
-from treeattn.decoder import Decoder, Merger, Prefill, Reduction, decode, merge, prefill, schemes
-from treeattn.errors import (
-    ArgumentError,
-    BackendError,
-    PeerError,
-    PeerTimeoutError,
-    RestrictionError,
-    ScheduleError,
-    StateError,
-    TransportError,
-    TreeattnError,
-)
-
 if TYPE_CHECKING:
+    from treeattn import collectives, energy, token_tree
+    from treeattn.attention.mask import Rules
+    from treeattn.attention.shard import CacheFormat, Shard
+    from treeattn.cache import ShardedCache
+    from treeattn.decoder.decode import decode
+    from treeattn.decoder.decoder import Decoder
+    from treeattn.decoder.merge import Merger, merge
+    from treeattn.decoder.prefill import Prefill, prefill
+    from treeattn.decoder.request import Reduction
+    from treeattn.errors import (
+        ArgumentError,
+        BackendError,
+        PeerError,
+        PeerTimeoutError,
+        RestrictionError,
+        ScheduleError,
+        StateError,
+        TransportError,
+        TreeattnError,
+    )
+    from treeattn.selection import schemes
+
     __version__: str
-else:
 
-    def __getattr__(name: str) -> str:
-        """Look up ``__version__`` where it is asked for, not in every start of a command."""
-        if name != "__version__":
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            return version("treeattn")
-        except PackageNotFoundError:  # a bare checkout
-            return "0+checkout"
-
+_PACKAGES = ("collectives", "energy", "token_tree")
+_NAMES = {
+    "Rules": "treeattn.attention.mask",
+    "CacheFormat": "treeattn.attention.shard",
+    "Shard": "treeattn.attention.shard",
+    "ShardedCache": "treeattn.cache",
+    "Decoder": "treeattn.decoder",
+    "Merger": "treeattn.decoder",
+    "Prefill": "treeattn.decoder",
+    "Reduction": "treeattn.decoder",
+    "decode": "treeattn.decoder",
+    "merge": "treeattn.decoder",
+    "prefill": "treeattn.decoder",
+    "ArgumentError": "treeattn.errors",
+    "BackendError": "treeattn.errors",
+    "PeerError": "treeattn.errors",
+    "PeerTimeoutError": "treeattn.errors",
+    "RestrictionError": "treeattn.errors",
+    "ScheduleError": "treeattn.errors",
+    "StateError": "treeattn.errors",
+    "TransportError": "treeattn.errors",
+    "TreeattnError": "treeattn.errors",
+    "schemes": "treeattn.selection",
+}
 
 __all__ = [
     "ArgumentError",
@@ -66,3 +86,23 @@ __all__ = [
     "schemes",
     "token_tree",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name in _PACKAGES:
+        return import_module(f"treeattn.{name}")
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("treeattn")
+        except PackageNotFoundError:  # a bare checkout
+            return "0+checkout"
+    if name not in _NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_NAMES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

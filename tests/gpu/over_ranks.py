@@ -19,7 +19,7 @@ from tests.emulator.runtime import EmulatorRuntime  # noqa: E402
 from treeattn import communicators  # noqa: E402
 from treeattn.backends import device as devices  # noqa: E402
 from treeattn.backends.cuda import cupy_runtime  # noqa: E402
-from treeattn.decoder.plan import select  # noqa: E402
+from treeattn.selection import select  # noqa: E402
 from treeattn.shards import parse_layout  # noqa: E402
 
 WORLD = MPI.COMM_WORLD

@@ -12,8 +12,8 @@ from mpi4py import MPI
 
 from treeattn.collectives.clusters.disturbance import TOGETHER, arrivals
 from treeattn.collectives.runtime.reducer import ReductionSpec
-from treeattn.decoder import plan as routes
 from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.selection import CATALOG, select
 from treeattn.study.compare import problems, steps
 from treeattn.study.compare.clock import Clock, Offset
 from treeattn.study.compare.loop import Loop
@@ -129,9 +129,7 @@ def test_loop_notes_every_instant_on_one_clock(comm):
 
 
 @pytest.mark.parametrize("what", ["reduce", "decode"])
-@pytest.mark.parametrize(
-    "scheme", [NULL, SUM, *(n for n, row in routes.CATALOG.items() if "cpu" in row.devices)]
-)
+@pytest.mark.parametrize("scheme", [NULL, SUM, *(n for n, row in CATALOG.items() if "cpu" in row.devices)])
 def test_every_scheme(comm, scheme, what):
     if what == "reduce" and scheme in ("kv_ring", "query_ring"):
         return  # it has no such part; the sweep leaves it out
@@ -152,7 +150,7 @@ def test_every_scheme(comm, scheme, what):
         return
     assert point["error_out"] <= point["bound_out"]
     assert point["error_lse"] <= point["bound_lse"]
-    assert point["same_bits"] is (None if routes.select(scheme).row.scattered and comm.size > 1 else True)
+    assert point["same_bits"] is (None if select(scheme).row.scattered and comm.size > 1 else True)
 
 
 def test_cold_and_warm_are_different_runs(comm, monkeypatch):

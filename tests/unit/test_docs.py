@@ -14,7 +14,7 @@ import pytest
 from tests.command.launch import in_process
 from tests.support.drawn import sample
 from treeattn.cli import commands
-from treeattn.decoder.plan import CATALOG
+from treeattn.selection import CATALOG
 
 ROOT = Path(__file__).resolve().parents[2]
 # adding-a-scheme.md is a walk that changes the catalogue: its own test runs it.

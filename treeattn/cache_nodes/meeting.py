@@ -13,8 +13,8 @@ from treeattn.cache_nodes.view import CachePlan
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import schedule as planned
-from treeattn.decoder.plan import select
 from treeattn.errors import RestrictionError
+from treeattn.selection import select
 
 __all__ = ["agreed_capacity", "agreed_index", "meet"]
 

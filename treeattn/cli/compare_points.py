@@ -15,8 +15,8 @@ from treeattn.cli.options import choices
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import gpu_reducers, reducers
-from treeattn.decoder.plan import CATALOG, select
 from treeattn.errors import ArgumentError, TransportError
+from treeattn.selection import CATALOG, select
 from treeattn.study.compare.schema import NULL, SUM, WIRE_BYTES, Key, Place, members
 from treeattn.study.compare.steps import shape_of
 from treeattn.study.compare.sweep import Way, keys

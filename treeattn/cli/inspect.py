@@ -14,12 +14,12 @@ from treeattn.backends.cuda import kernel_head_dim
 from treeattn.cli.options import CLUSTER, DEVICE, FILE, RANKS, Output, number, output_options, read
 from treeattn.collectives.clusters import placement
 from treeattn.collectives.clusters.description import Cluster
-from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.llama.config import Config, read_config
 from treeattn.llama.tensor_parallel import sharded_bytes
 from treeattn.llama.weights import Weights
 from treeattn.report import Column, Report, count
+from treeattn.selection import select
 from treeattn.study.decode_step import Shape, attention_time, kv_ring_time, reduction_time
 from treeattn.topology import described
 

@@ -12,13 +12,11 @@ from treeattn import collectives
 from treeattn.agreement import broadcast_from_root
 from treeattn.cli.options import Output
 from treeattn.collectives.equal import equal_to
-from treeattn.collectives.formats import goal, msccl, mscclpp
 from treeattn.collectives.parameters import Groups
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder.plan import select
-from treeattn.decoder.request import AUTO
 from treeattn.errors import ArgumentError, ScheduleError
+from treeattn.selection import select
 
 _NAME_LIMIT = 100  # it stands in tables
 
@@ -34,7 +32,7 @@ def build(scheme: str, ranks: int, nodes: Sequence[int] | Sequence[Sequence[int]
     Raises `ScheduleError` for a scheme that has none.
     """
     selection = select(scheme)
-    if selection.row is AUTO:
+    if selection.row.name == "auto":
         raise ScheduleError(
             "auto takes the fastest of many for the ranks of a job: name a schedule, such as hierarchical, "
             "or let treeattn tune find one"
@@ -81,7 +79,9 @@ def named_equal(schedule: Schedule, nodes: Groups | None = None) -> str | None:
 
 
 def _read(path: Path) -> Schedule:
-    """Read a file of any format."""
+    """Read a file of any format. The foreign ones are loaded for who names such a file."""
+    from treeattn.collectives.formats import goal, msccl, mscclpp
+
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".json":
         return msccl.read(text) if path.suffix == ".xml" else goal.read(text, path.stem)

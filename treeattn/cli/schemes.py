@@ -6,8 +6,8 @@ import click
 
 from treeattn.cli.options import Output, output_options
 from treeattn.collectives.catalog import Scheme
-from treeattn.decoder.plan import CATALOG
 from treeattn.report import LEGEND, Column, Report, identical
+from treeattn.selection import CATALOG
 
 
 @click.command("schemes")

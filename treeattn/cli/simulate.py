@@ -25,9 +25,9 @@ from treeattn.collectives.drawings.timeline import timeline
 from treeattn.collectives.drawings.trace import trace
 from treeattn.collectives.schedule import Result
 from treeattn.collectives.traffic import Payload
-from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.report import Column, Report, count, microseconds
+from treeattn.selection import select
 from treeattn.study import intervals
 from treeattn.study.decode_step import Shape, attention_time, kv_ring_time, query_ring_exchange
 from treeattn.study.intervals import UNKNOWN, Estimate, Timed, estimates

@@ -7,8 +7,8 @@ import click
 from treeattn.cli import options
 from treeattn.cli.scheme import given
 from treeattn.decoder import plan as routes
-from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError
+from treeattn.selection import select
 
 
 @click.command("trace")

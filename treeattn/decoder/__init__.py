@@ -7,12 +7,12 @@ of a whole prompt, whose tokens are sharded. `plan` turns the name of a scheme i
 """
 
 from treeattn.decoder.captured_step import CapturedStep
-from treeattn.decoder.decode import decode, schemes
+from treeattn.decoder.decode import decode
 from treeattn.decoder.decoder import Decoder
 from treeattn.decoder.merge import Merger, merge
 from treeattn.decoder.prefill import Prefill, prefill
 from treeattn.decoder.request import Reduction
 
 __all__ = [
-    "CapturedStep", "Decoder", "Merger", "Prefill", "Reduction", "decode", "merge", "prefill", "schemes",
+    "CapturedStep", "Decoder", "Merger", "Prefill", "Reduction", "decode", "merge", "prefill",
 ]  # fmt: skip

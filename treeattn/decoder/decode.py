@@ -29,17 +29,13 @@ from treeattn.backends.device import Device
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import reproducible as reproducible_devices
-from treeattn.decoder.plan import CATALOG, plan, select
+from treeattn.decoder.plan import plan
 from treeattn.decoder.planned import PlannedDecode, Seen
 from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Sight, Stated
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
-
-
-def schemes() -> list[str]:
-    """Every name that ``scheme=`` takes."""
-    return [name for name, row in CATALOG.items() if row.transports]
+from treeattn.selection import select
 
 
 def decode(

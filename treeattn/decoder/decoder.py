@@ -10,12 +10,13 @@ from treeattn.attention.shape import Shape, check_latent
 from treeattn.attention.shard import CacheFormat
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder.plan import plan, select
+from treeattn.decoder.plan import plan
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.reproducible import find
 from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Stated
 from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.selection import select
 
 
 class Decoder(PlannedDecode):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from treeattn import baselines, bins, communicators
+from treeattn import bins, communicators
 from treeattn.agreement import Agreement, collectively
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
@@ -29,23 +29,11 @@ from treeattn.collectives.schedule import Result, Schedule
 from treeattn.collectives.traffic import Payload
 from treeattn.decoder import finished_copies, pipeline, reducers
 from treeattn.decoder.reproducible import check_blocks
-from treeattn.decoder.request import AUTO, Reduction, Request, auto_selection, check
+from treeattn.decoder.request import AUTO, Reduction, Request, check
 from treeattn.decoder.sight import Sight, agree
 from treeattn.errors import RestrictionError
 from treeattn.partial import Array
-
-#: Every scheme that ``scheme=`` takes: schedules, library reductions, baselines.
-CATALOG = catalog.CATALOG | baselines.BASELINES
-
-
-def select(scheme: str | Schedule) -> Selection:
-    """What ``scheme=`` asks for. Raises `ScheduleError`."""
-    return _read(scheme) if isinstance(scheme, str) else catalog.select(scheme, CATALOG)
-
-
-@functools.lru_cache(maxsize=256)
-def _read(scheme: str) -> Selection:
-    return auto_selection(scheme) or catalog.select(scheme, CATALOG)
+from treeattn.selection import CATALOG, select
 
 
 def folding(

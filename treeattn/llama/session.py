@@ -26,7 +26,6 @@ from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, Prefill
-from treeattn.decoder.plan import select
 from treeattn.decoder.prefill import PREFILLS
 from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
@@ -34,6 +33,7 @@ from treeattn.llama.model import Attend, Llama
 from treeattn.llama.sampling import Sampling
 from treeattn.llama.tensor_parallel import Tokens
 from treeattn.partial import Array
+from treeattn.selection import select
 from treeattn.shards import parse_layout
 from treeattn.token_tree import Accepted, TokenTree, Verifier
 

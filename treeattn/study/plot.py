@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, TreeattnError, one_line
+from treeattn.selection import select
 from treeattn.study.compare import results
 from treeattn.study.compare.schema import SUM
 from treeattn.study.figures import times

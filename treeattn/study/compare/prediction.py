@@ -19,8 +19,8 @@ from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.collectives.traffic import Payload
-from treeattn.decoder.plan import select
 from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.selection import select
 from treeattn.study.compare.schema import NULL, SUM, WIRE_BYTES, Key, members
 from treeattn.study.decode_step import (
     Shape,

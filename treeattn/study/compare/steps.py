@@ -28,11 +28,11 @@ from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec, duplica
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, gpu_reducers, reducers
 from treeattn.decoder import plan as routes
-from treeattn.decoder.plan import CATALOG, select
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.request import Reduction, Request
 from treeattn.errors import RestrictionError
 from treeattn.partial import Array
+from treeattn.selection import CATALOG, select
 from treeattn.study.compare.schema import NULL, SUM, Key
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from treeattn.decoder.plan import CATALOG
+from treeattn.selection import CATALOG
 from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM
 
 #: Of text and lines, and of what is below them. DARK: (ink, paper) where the reader's screen is dark.

@@ -1,0 +1,32 @@
+"""What ``scheme=`` takes: names of the catalogue and of the baselines, and schedules of one's own."""
+
+from __future__ import annotations
+
+import functools
+
+from treeattn.baselines import BASELINES
+from treeattn.collectives import catalog
+from treeattn.collectives.catalog import Selection
+from treeattn.collectives.schedule import Schedule
+
+#: Every scheme that ``scheme=`` takes: schedules, library reductions, baselines.
+CATALOG = catalog.CATALOG | BASELINES
+
+
+def schemes() -> list[str]:
+    """Every name that ``scheme=`` takes."""
+    return [name for name, row in CATALOG.items() if row.transports]
+
+
+def select(scheme: str | Schedule) -> Selection:
+    """What ``scheme=`` asks for. Raises `ScheduleError`."""
+    return _read(scheme) if isinstance(scheme, str) else catalog.select(scheme, CATALOG)
+
+
+@functools.lru_cache(maxsize=256)
+def _read(scheme: str) -> Selection:
+    if scheme.startswith("auto"):
+        from treeattn.decoder.request import auto_selection
+
+        return auto_selection(scheme) or catalog.select(scheme, CATALOG)
+    return catalog.select(scheme, CATALOG)
