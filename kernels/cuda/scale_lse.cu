@@ -1,7 +1,7 @@
-// A logsumexp from one base to another. Bits as treeattn/backends/cpu/pack.py.
+// A logsumexp from one base to another. Bits as treeattn/backends/cpu/records.py.
 #include "state.cuh"
 
-// treeattn/backends/cuda/pack.py has the same fields in the same order.
+// treeattn/backends/cuda/records.py has the same fields in the same order.
 struct ScaleArguments {
   float *lse; // [count], read and written
   double factor;

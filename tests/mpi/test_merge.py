@@ -109,6 +109,26 @@ def test_bases_and_types(comm, base, dtype):
         np.testing.assert_array_equal(again[0], got[0])
 
 
+@pytest.mark.parametrize(("base", "lse_dtype"), [("e", np.float32), ("e", np.float64), (2, np.float32)])
+@pytest.mark.parametrize("high", [1000.0, 60000.0, -60000.0, 1e-3])
+def test_weights_keep_their_digits_at_a_large_lse(comm, base, lse_dtype, high):
+    """What the largest float32 of a natural lse is off by would be a relative error of its weight."""
+    lse = (high - np.arange(comm.size) * (0.9 if lse_dtype == np.float64 else 1)).astype(lse_dtype)
+    out = np.full((1, 4), comm.rank, np.float32)
+    got, _ = treeattn.merge(out, lse[comm.rank :][:1], comm=comm, base=base)
+    weights = np.exp((lse.astype(np.float64) - float(lse[0])) * (math.log(2) if base == 2 else 1))
+    wanted = (weights * np.arange(comm.size)).sum() / weights.sum()
+    np.testing.assert_allclose(got, np.full((1, 4), wanted), rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("lse", [-3e38, -1e30, 1e30, 3e38])
+def test_an_lse_beyond_all_scores_stays_a_number(comm, lse):
+    """Kernels mark what saw nothing by numbers, too."""
+    marks = np.array([lse, 1.0], np.float32)
+    got = treeattn.merge(np.full((2, 4), comm.rank, np.float32), marks, comm=comm, base=2)
+    assert all(np.isfinite(array).all() for array in got)
+
+
 @pytest.mark.parametrize("mark", [-np.inf, np.inf, np.nan])
 @pytest.mark.parametrize("left", [np.nan, 7.0])
 def test_what_saw_nothing_counts_nothing(comm, mark, left):

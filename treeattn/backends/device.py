@@ -145,7 +145,8 @@ class Device(Protocol):
         """Attention, reducer and finish at once; None where three calls are the best there is."""
 
     def pack(self, records: Array, factor: float) -> Callable[[Array, Array], object]:
-        """Called with out and lse: writes records of them, lse times `factor`."""
+        """Called with out and lse: writes records of them, lse times `factor`, as `planned_pack` of
+        `treeattn.backends.cpu` does, to the bit."""
 
     def scale(self, lse: Array, factor: float) -> Callable[[], object]:
         """Multiplies lse by `factor`, in place."""

@@ -1,8 +1,9 @@
 """Partial results that other kernels made, merged over the ranks by any scheme.
 
 What flash kernels leave (``out``, already divided, and the logsumexp of its scores) is a partial: a record
-with maximum lse, denominator 1 and numerator out (FlashInfer calls it an attention state; Tree Attention,
-arXiv 2408.04093, section 5, reduces nothing else). So any reduction of this package merges it.
+with maximum lse, denominator 1 and numerator out, up to how the maximum rounds (FlashInfer calls it an
+attention state; Tree Attention, arXiv 2408.04093, section 5, reduces nothing else). So any reduction of this
+package merges it.
 """
 
 from __future__ import annotations

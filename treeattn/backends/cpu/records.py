@@ -129,22 +129,34 @@ def planned_finish(records: Array, out: Array, lse: Array) -> Callable[[], objec
 def planned_pack(records: Array, factor: float) -> Callable[[Array, Array], None]:
     """A call with out [.., head_dim] and lse [..] that writes records [.., head_dim + 2].
 
-    The record of a part is (lse * factor, 1, out), `factor` that of the natural logarithm. An lse that is
-    infinite or NaN marks a part that saw nothing, whatever its out holds. uint16 is the bits of bfloat16.
+    The record of a part is (m, d, d * out): m is lse * factor, `factor` the natural logarithm of its base, in
+    the type of records, and d = exp(lse * factor - m), so that the rounding of m costs no weight its digits.
+    An lse that is infinite or NaN marks a part that saw nothing, whatever its out holds. uint16 holds bits
+    of bfloat16.
     """
     maxima, denominators, numerators = records[..., 0], records[..., 1], records[..., partial.EXTRA :]
     nothing = partial.identity((), numerators.shape[-1], records.dtype)
 
     def pack(out: Array, lse: Array) -> None:
         with np.errstate(all="ignore"):
-            np.multiply(lse, factor, out=maxima, dtype=np.float64, casting="same_kind")
-            denominators[...] = 1
+            natural = np.multiply(lse, factor, dtype=np.float64)
+            maxima[...] = natural
+            denominators[...] = _exponential_of_rest(natural - maxima)
             numerators[...] = out.view(ml_dtypes.bfloat16) if out.dtype == np.uint16 else out
+            numerators[...] *= denominators[..., np.newaxis]
         seen = np.isfinite(lse)  # as it came: what its records' type cannot hold must not pass for nothing
         if not seen.all():
             records[~seen] = nothing
 
     return pack
+
+
+def _exponential_of_rest(rest: Array) -> Array:
+    """exp of what the rounding of a maximum left, by basic operations. More than 1 is left of none below 2^24
+    that a weight could still be told of."""
+    small = np.clip(rest, -1, 1).astype(np.float32)
+    exponential = partial.exponential(-np.abs(small))
+    return np.where(small > 0, np.float32(1) / exponential, exponential)
 
 
 def planned_scale(lse: Array, factor: float) -> Callable[[], object]:
