@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from treeattn.collectives.check import Certificate, Proof, prove
 from treeattn.collectives.check import Fold as FoldOrder
-from treeattn.collectives.schedule import Part, Round, Schedule, Transfer
+from treeattn.collectives.schedule import Round, Schedule, Transfer
 from treeattn.errors import ScheduleError
 
 if TYPE_CHECKING:
@@ -182,18 +182,16 @@ def plan(
     *,
     granularity: int = 1,
     node: Iterable[int] = (),
-    part: Part = "all",
 ) -> Program:
     """The program of `rank` for `records` records, with chunks cut at multiples of `granularity`.
 
     node: the ranks, this one among them, that read one another's memory; others are reached by messages.
-    part: of the rounds.
     """
     planner = _Planner(schedule, rank, records // granularity, granularity, frozenset(node))
     instructions: list[Instruction] = []
-    for number in schedule.rounds_of(part):
-        instructions += planner.round(number, schedule.rounds[number - 1], proof.folds[number - 1])
-    least = proof.certificate.min_records_for_double_buffering if part == "all" else None
+    for number, (round_, folds) in enumerate(zip(schedule.rounds, proof.folds, strict=True), 1):
+        instructions += planner.round(number, round_, folds)
+    least = proof.certificate.min_records_for_double_buffering
     if least is None or records // granularity < least:
         instructions = [*planner.await_readers(), *instructions]
     slots = max(planner.used.values(), default=0)
@@ -229,7 +227,7 @@ def of_spec(spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = ()) -
             f"run it on {schedule.size}, or build one with size={size}"
         )
     records = spec.records(schedule.name)
-    given = schedule, rank, len(records), spec.granularity, tuple(node), spec.part
+    given = schedule, rank, len(records), spec.granularity, tuple(node)
     made, certificate, messages, exclusive = _planned(*given)
     bytes_each = records.nbytes // max(len(records), 1)
     sent = [(peer, count * bytes_each) for peer, count in messages]
@@ -245,13 +243,12 @@ def of_spec(spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = ()) -
 
 @lru_cache(maxsize=64)
 def _planned(
-    schedule: Schedule, rank: int, count: int, granularity: int, node: tuple[int, ...], part: Part
+    schedule: Schedule, rank: int, count: int, granularity: int, node: tuple[int, ...]
 ) -> tuple[Program, Certificate, tuple[tuple[int, int], ...], bool]:
     """Program, proof, (destination, records) of what the rank sends, and whether transfers are exclusive."""
     proof = prove(schedule)
-    rounds, every = schedule.rounds_of(part), schedule.traffic(count, granularity)
-    own = [each for each in every if each.src == rank and each.round + 1 in rounds]
-    made = plan(schedule, proof, rank, count, granularity=granularity, node=node, part=part)
+    own = [each for each in schedule.traffic(count, granularity) if each.src == rank]
+    made = plan(schedule, proof, rank, count, granularity=granularity, node=node)
     sent = tuple((each.dst, each.records) for each in own)
     return made, proof.certificate, sent, schedule.has_exclusive
 

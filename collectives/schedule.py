@@ -66,8 +66,6 @@ class Message(NamedTuple):
 Result = Literal["replicated", "scattered", "root"]
 RESULTS: tuple[Result, ...] = ("replicated", "scattered", "root")
 
-Part = Literal["all", "merging", "copying"]
-
 # The transfers of one round all read the state that stood when the round began. Several merges into
 # one (dst, chunk) are allowed; at most one copy, and never beside a merge. Rounds order the data of
 # each rank; they are not barriers.
@@ -121,13 +119,6 @@ class Schedule:
         if self.result == "scattered":
             return range(rank, rank + 1)
         return range(self.chunks if self.result == "replicated" or rank == 0 else 0)
-
-    def rounds_of(self, part: Part) -> range:
-        """Numbers, from 1, of the rounds up to the last that merges, of those behind it, which only copy what
-        is complete, or of all."""
-        merging = [n for n, round_ in enumerate(self.rounds, 1) if any(t.merge for t in round_)]
-        begins, cut, ends = 1, max(merging, default=0) + 1, len(self.rounds) + 1
-        return range(cut if part == "copying" else begins, cut if part == "merging" else ends)
 
     def chunk_slice(self, chunks: range, records: int) -> slice:
         """The records of `chunks` when there are `records` in all; it may be empty."""

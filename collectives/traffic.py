@@ -7,16 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What a rank brings: `records` records of `record_bytes` bytes, never cut within `group` of them.
-
-    copied_bytes: of a record in the rounds that only copy at the end, where it is finished before since some
-    of these copies leave a node.
-    """
+    """What a rank brings: `records` records of `record_bytes` bytes, never cut within `group` of them."""
 
     records: int = 16
     record_bytes: int = 520
     group: int = 1
-    copied_bytes: int | None = None
 
     @property
     def bytes(self) -> int:

@@ -149,8 +149,7 @@ def simulate(
     ends = tuple(
         steps[-1].ended - before if steps else start for start, steps in zip(begin, run.steps, strict=True)
     )
-    # Where copies are lighter, half as much bounds them, as if the result were on one rank.
-    replicated = schedule.result == "replicated" and payload.copied_bytes is None
+    replicated = schedule.result == "replicated"
     bound = lower_bound(cluster, run.places, payload.bytes, run.executor, replicated)
     return Simulation(
         schedule, cluster, run.places, name, max(ends), min(begin) + bound, begin, ends,
@@ -196,11 +195,8 @@ class _Run:
             (message, cluster.tier_between(places[message.src], places[message.dst]))
             for message in schedule.traffic(payload.records, payload.group)
         ]
-        copying, copied = schedule.rounds_of("copying"), payload.record_bytes
-        if any(message.round + 1 in copying and tier > cluster.node_tier for message, tier in sent):
-            copied = payload.copied_bytes or copied
         for message, tier in sent:
-            size = message.records * (copied if message.round + 1 in copying else payload.record_bytes)
+            size = message.records * payload.record_bytes
             flight = Flight(message.round, message.src, message.dst, size, message.merge, tier)
             sender = self._step(message.src, message.round)
             receiver = self._step(message.dst, message.round)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from treeattn.collectives.check import Certificate
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.memory import HOST, Array
-from treeattn.collectives.schedule import Part
 from treeattn.errors import ScheduleError, StateError
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class ReductionSpec(NamedTuple):
     comm: the ranks: a communicator, or NCCL's (`nccl.NcclCommunicator`). operator: an `operator.Operator`, or
     one of its kinds where the planner says so. buffer: C-contiguous array of `memory` (a `memory.Memory`; a
     `Stream` of a GPU), views as [records, operator.width]. granularity: chunks are cut at multiples of so
-    many records. part: of a schedule's rounds, that is run.
+    many records.
     """
 
     comm: Any
@@ -60,7 +59,6 @@ class ReductionSpec(NamedTuple):
     buffer: Array
     granularity: int = 1
     memory: Any = HOST
-    part: Part = "all"
 
     def records(self, name: str) -> Array:
         """The buffer as [records, operator.width]. Raises `ScheduleError`, naming the scheme `name`."""

@@ -15,7 +15,6 @@ from tests.support.token_sets import CASES, LAYOUTS, drawn, isas, shards
 from tests.support.token_trees import Case
 from treeattn import Reduction, Shard, collectives
 from treeattn.backends.cpu import compile
-from treeattn.decoder import finished_copies
 from treeattn.errors import TreeattnError
 from treeattn.token_tree import verify
 
@@ -51,9 +50,6 @@ def test_every_rank_of_every_reduction_has_the_bits_of_one(seed, comm, monkeypat
     everything = np.arange(problem.context), np.arange(problem.drafts)
     want = decoded(MPI.COMM_SELF, problem, everything, Reduction())
     monkeypatch.setenv("TREEATTN_ISA", isas()[comm.rank % len(compile.available_isas())])
-    monkeypatch.setattr(
-        finished_copies, "pays", lambda *given: seed % 2 == 0 and bool(given[2].rounds_of("copying"))
-    )
     tried = [(executor, str(rng.choice(SCHEMES))) for executor in EXECUTORS] + [(None, "mpi_allreduce")]
     for executor, scheme in [*tried, (str(rng.choice(EXECUTORS)), "census")]:
         layout = str(rng.choice(LAYOUTS))
@@ -104,39 +100,6 @@ def test_more_tokens_than_64_bits_hold_are_refused_on_every_rank(comm):
     shard = Shard(k, k, k_scale=1.0, v_scale=1.0)
     with pytest.raises(TreeattnError, match="a shard of .* tokens: reproducible= takes at most"):
         treeattn.decode(np.zeros((1, 1, 1, 8), np.float32), shard, comm=comm, reproducible="tokens")
-
-
-@pytest.mark.parametrize("executor", [*EXECUTORS, "thread"])
-def test_copies_of_complete_records_carry_results(executor, comm, monkeypatch):
-    """A quarter of their bytes, and the same bits, in calls and in halves."""
-    rng = np.random.default_rng(8)
-    shape = {"heads": 3, "kv_heads": 3, "head_dim": 16, "batch": 2, "queries": 2, "dtype": "float32"}
-    how = {"progress": "thread"} if executor == "thread" else {"executor": executor}
-    q = rng.standard_normal((2, 2, 3, 16), np.float32)
-    k, v = (rng.standard_normal((2, 5 * comm.size, 3, 16), np.float32) for _ in "kv")
-    own = [np.ascontiguousarray(x[:, comm.rank :: comm.size]) for x in (k, v)]
-    for scheme in ("binary_tree", "reduce_scatter_gather", "ring", "elimination", "recursive_doubling"):
-        made, rounds = [], collectives.build(scheme, comm.size)
-        copies = rounds.rounds_of("copying")
-        for light in sorted({False, bool(copies)}):
-            monkeypatch.setattr(finished_copies, "pays", lambda *_, light=light: light)
-            given = {"scheme": Reduction(scheme, **how), "reproducible": "tokens", **shape}
-            with treeattn.Decoder(comm, **given) as decoder:
-                for _ in range(3):
-                    whole = [x.tobytes() for x in decoder(q, *own)]
-                decoder.begin(q, *own)
-                while not decoder.test():
-                    pass
-                assert [x.tobytes() for x in decoder.finish()] == whole
-                sent = [size for mine in comm.allgather(decoder.sent) for _, size in mine]
-                made.append((whole, sum(sent), decoder.certificate))
-        (bits, heavy, proof), (same, light, again) = made[0], made[-1]
-        assert same == bits
-        assert again == proof
-        copied = [m for m in rounds.traffic(12, 4) if m.round + 1 in copies]
-        saved = sum(m.records for m in copied) * (8 * 35 - 4 * 17)
-        assert heavy - light == saved
-        assert bool(saved) == (comm.size > 1 and bool(copies))
 
 
 @pytest.mark.parametrize("seed", range(4))

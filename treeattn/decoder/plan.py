@@ -27,7 +27,7 @@ from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.collectives.traffic import Payload
-from treeattn.decoder import finished_copies, pipeline, reducers
+from treeattn.decoder import pipeline, reducers
 from treeattn.decoder.reproducible import check_blocks
 from treeattn.decoder.request import AUTO, Reduction, Request, check
 from treeattn.decoder.sight import Sight, agree
@@ -136,14 +136,12 @@ class Plan:
 
 
 class _Routed(NamedTuple):
-    """How the records are reduced: the schedule, over which transport, by what, and why that schedule; and
-    how they are finished, where that is not all that is left to do."""
+    """How the records are reduced: the schedule, over which transport, by what, and why that schedule."""
 
     schedule: Schedule | None
     transport: str
     reducer: Any
     why: str | None
-    finish: Callable[[], object] | None = None
 
 
 #: Plans what reduces the records of a spec. Collective.
@@ -183,7 +181,6 @@ def plan(comm: Communicator, ask: Callable[[], Request], route: Route | None = N
     reduction = ReductionSpec(comm, operator, buffers.wire, buffers.group, device.memory)
     routed = _routed(request, buffers, reduction) if route is None else _Routed(*_given(route, reduction))
     reducer: Any = routed.reducer
-    finish = routed.finish or finish
     add_sinks = sinks(request.rules, device, buffers.records, operator) if comm.rank == 0 else None
 
     def stages(attention: Attention) -> tuple[Attention, WholeStep | None]:
@@ -261,26 +258,19 @@ def _routed(request: Request, buffers: Buffers, reduction: ReductionSpec) -> _Ro
     _check_output(row, how.output)
     any_order, device = request.reproducible is not None, request.device.name
     chosen = reducers.choose(device, how.transport, row, comm.size, comm.library, any_order=any_order)
-    light = any_order and how.groups == 1
-    rounds, why = _rounds(request.scheme, how, reduction, chosen, light)
+    rounds, why = _rounds(request.scheme, how, reduction, chosen)
     reducer: Reducer
-    finish = None
     if row.fused:
         reducers.refuse(how.executor, f"{row.name} attends while it communicates")
         step = request.shape, request.logit_scale, buffers.records
         reducer = row.plan(reduction, *step, **request.scheme.parameters)
     elif how.groups == 1:
-        reduce = functools.partial(reducers.plan, chosen, request.scheme, rounds, executor=how.executor)
-        if light and rounds is not None and finished_copies.pays(comm, buffers.wire, rounds):
-            reducer = copying = finished_copies.plan(reduce, reduction, rounds, request.shape)
-            finish = copying.finish(buffers.out, buffers.lse)
-        else:
-            reducer = reduce(reduction)
+        reducer = reducers.plan(chosen, request.scheme, rounds, reduction, how.executor)
     else:
         reducer = _pipelined(request, comm, buffers, chosen, rounds, reduction)
     if how.progress == "thread":
         reducer = progress_thread.ProgressThreadReducer(reducer)
-    return _Routed(rounds, chosen, reducer, why, finish)
+    return _Routed(rounds, chosen, reducer, why)
 
 
 def plan_reducer(
@@ -302,15 +292,13 @@ def plan_reducer(
 
 
 def _rounds(
-    scheme: Selection, how: Reduction, reduction: ReductionSpec, transport: str, light: bool = False
+    scheme: Selection, how: Reduction, reduction: ReductionSpec, transport: str
 ) -> tuple[Schedule | None, str | None]:
-    """The schedule for such records, and why it is that one. light: results may be copied in their place.
-    Collective."""
+    """The schedule for such records, and why it is that one. Collective."""
     if scheme.row is not AUTO:
         return schedule(scheme, reduction.comm, how.output), None
     records, width = reduction.buffer, reduction.operator.width
-    copied = finished_copies.copied_bytes(records) if light else None
-    payload = Payload(records.size // width, width * records.itemsize, reduction.granularity, copied)
+    payload = Payload(records.size // width, width * records.itemsize, reduction.granularity)
     return _fastest(scheme, reduction.comm, payload, executor_over(transport, how.executor), how.output)
 
 

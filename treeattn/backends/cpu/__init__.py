@@ -11,7 +11,7 @@ from treeattn.backends.cpu.attention import (
     check_environment,
     read_order,
 )
-from treeattn.backends.cpu.bins import BinsOperator, ResultOperator
+from treeattn.backends.cpu.bins import BinsOperator
 from treeattn.backends.cpu.compile import compiled_kernels_problem
 from treeattn.backends.cpu.device import PlannedStep
 from treeattn.backends.cpu.multiply_rows import PlannedProduct
@@ -32,7 +32,6 @@ __all__ = [
     "PlannedAttention",
     "PlannedProduct",
     "PlannedStep",
-    "ResultOperator",
     "check_environment",
     "compiled_kernels_problem",
     "planned_finish",

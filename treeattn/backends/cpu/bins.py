@@ -7,7 +7,7 @@ import numpy as np
 from treeattn import bins
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import rows_of
-from treeattn.backends.cpu.records import MergeOperator, NullOperator
+from treeattn.backends.cpu.records import MergeOperator
 from treeattn.partial import Array
 
 
@@ -82,13 +82,3 @@ class BinsOperator(MergeOperator):
 
     def __init__(self, v_dim: int) -> None:
         self.width, self._dim, self.dtype = 2 * v_dim + bins.EXTRA, v_dim, np.dtype(np.int64)
-
-
-class ResultOperator(NullOperator):
-    """Results of these records: out and then lse, float32, which are copied and never merged."""
-
-    bits = BinsOperator.bits
-
-    def __init__(self, v_dim: int) -> None:
-        super().__init__(v_dim)
-        self.width = v_dim + 1

@@ -217,21 +217,6 @@ def test_receivers_that_fetch_pay_the_read_prices():
     assert (stored, fetched) == (pytest.approx(10.0), pytest.approx(1.05))
 
 
-def test_what_only_copies_may_be_lighter():
-    for scheme, share, cluster in (
-        ("reduce_scatter_gather", 5 / 8, two_tiers(2, 1)),
-        ("recursive_doubling", 1, two_tiers(2, 1)),
-        ("reduce_scatter_gather", 1, two_tiers(1, 2)),  # within a node
-    ):
-        heavy, light = (
-            simulate(build(scheme, 2), cluster, (0, 1), Payload(16, 2064, 1, copied))
-            for copied in (None, 516)
-        )
-        sent = [sum(tier.bytes for tier in one.traffic) for one in (heavy, light)]
-        assert sent[1] == share * sent[0]
-        assert light.bound <= light.time <= heavy.time
-
-
 def test_a_late_rank_delays_those_who_wait_for_it():
     cluster = two_tiers(1, 8, within=1.0)
     late = simulate(build("recursive_doubling", 8), cluster, tuple(range(8)), starts=[0.0] * 7 + [50.0])
