@@ -97,7 +97,7 @@ def test_drafts_and_sharded_weights_give_the_same_tokens(model, tmp_path, option
     facts = json.loads(out.read_text())
     accepted, again = facts["accepted"]
     assert again == accepted
-    assert facts["scheme"] == {"replicated": "hierarchical", "sharded": "head_scatter"}[weights]
+    assert facts["scheme"] == {"replicated": "recursive_doubling", "sharded": "head_scatter"}[weights]
     assert len(accepted) + sum(accepted) == 15
     assert f"drafts   {sum(accepted) / len(accepted):.2f} of 7 accepted a step" in done.stderr
     if "--draft-model" in options:

@@ -33,6 +33,11 @@ def test_decode_takes_nodes_from_the_machine(tmp_path):
     assert messages["hierarchical"] == 2 + 2 + 2  # up within nodes, leaders exchange, back down
 
 
+def test_ranks_of_two_nodes_take_a_tree_of_nodes(tmp_path):
+    over_two_nodes("decode", CACHE, "--json", tmp_path / "facts.json")
+    assert json.loads((tmp_path / "facts.json").read_text())["schemes"] == ["hierarchical"]
+
+
 def test_a_traced_step(tmp_path):
     done = over_two_nodes("trace", "hierarchical", "--out", tmp_path / "t.json")
     assert "ui.perfetto.dev" in done.stdout

@@ -33,7 +33,7 @@ __all__ = ["CacheNodes", "connect"]
 _open: list[CacheNodes] = []  # the one of this process
 
 
-def connect(comm: Intracomm | None = None, *, scheme: str | Schedule = "hierarchical") -> CacheNodes:
+def connect(comm: Intracomm | None = None, *, scheme: str | Schedule | None = None) -> CacheNodes:
     """Meet the cache nodes: all other ranks, which wait in `serve`. Rank 0 calls, before it loads a model.
 
     Nodes that it has met already, and did not close, are given again.
@@ -42,8 +42,8 @@ def connect(comm: Intracomm | None = None, *, scheme: str | Schedule = "hierarch
     ----------
     comm : mpi4py.MPI.Intracomm, optional
         The model process, rank 0, and the nodes; COMM_WORLD unless given.
-    scheme : str or Schedule
-        The tree: partials come up it, and messages go down.
+    scheme : str or Schedule, optional
+        The tree: partials come up it, and messages go down; `hierarchical` unless given.
 
     Raises
     ------
@@ -77,7 +77,7 @@ class CacheNodes:
     messages, bytes: how many messages this process has sent to the nodes below it, and their bytes.
     """
 
-    def __init__(self, comm: MpiCommunicator, scheme: str | Schedule) -> None:
+    def __init__(self, comm: MpiCommunicator, scheme: str | Schedule | None) -> None:
         """Collective, as `serve` is."""
         self._link, self.size = Link(comm, scheme), comm.size - 1
         self._planned: list[list[Attention]] = []  # of each cache

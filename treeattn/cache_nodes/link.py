@@ -20,7 +20,7 @@ __all__ = ["Link"]
 class Link:
     """Sends what the nodes are to do. busy: whether a step is under way, of which they wait for the rest."""
 
-    def __init__(self, comm: MpiCommunicator, scheme: str | Schedule) -> None:
+    def __init__(self, comm: MpiCommunicator, scheme: str | Schedule | None) -> None:
         """Collective, as `serve` is."""
         self.comm = comm
         comm.bcast((scheme, job.commanded()))

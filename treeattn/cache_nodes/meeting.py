@@ -19,9 +19,12 @@ from treeattn.selection import select
 __all__ = ["agreed_capacity", "agreed_index", "meet"]
 
 
-def meet(comm: MpiCommunicator, scheme: str | Schedule) -> Tree:
-    """The tree of a scheme. Collective. Raises, on every rank alike, where it is none."""
-    selection = collectively(comm, lambda: select(scheme))
+def meet(comm: MpiCommunicator, scheme: str | Schedule | None) -> Tree:
+    """The tree of a scheme, `hierarchical` unless given. Collective.
+
+    Raises, on every rank alike, where it is none.
+    """
+    selection = collectively(comm, lambda: select("hierarchical" if scheme is None else scheme))
     schedule = planned(selection, comm, "root")
 
     def check() -> Schedule:

@@ -33,8 +33,9 @@ from treeattn.study import environment
 
 @click.command("decode")
 @click.argument("source", metavar="INPUT.safetensors", type=FILE)
-@click.option("--scheme", "schemes", default="hierarchical", metavar="S[,S..]",
-              help="How partials are reduced over ranks; FILE.json too; several, side by side.")  # fmt: skip
+@click.option("--scheme", "schemes", metavar="S[,S..]",
+              help="How partials are reduced over ranks; FILE.json too; several, side by side. Default: by "
+                   "the nodes of the job.")  # fmt: skip
 @options.layout_option()
 @options.DEVICE
 @click.option("--transport", help="How records travel: mpi; from GPUs nccl, peer, cuda-mpi or host.")
@@ -47,7 +48,7 @@ from treeattn.study import environment
 @options.output_options("Write out and lse to this safetensors file.", json="Write everything measured.")
 def command(
     source: Path,
-    schemes: str,
+    schemes: str | None,
     layout: Layout,
     device: str,
     transport: str | None,
@@ -70,7 +71,7 @@ def command(
     means that a result missed its bound or differed between ranks.
     """
     world = options.world()
-    named = for_out(output, given(world, schemes))
+    named = for_out(output, given(world, schemes) if schemes else [None])
     output.open(source, expect, world=world)
     problem = Problem(world, source, layout, expect, rules)
     where, inputs = _placed(world, problem, device)

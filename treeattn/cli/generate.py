@@ -144,8 +144,7 @@ _sampling_options = options.grouped(
 @click.option("--decode", type=click.Choice(["tree", *_RINGS]), default="tree",
               help="tree: partials are reduced by --scheme; else a ring.")  # fmt: skip
 @click.option("--scheme",
-              help="Of --decode tree: hierarchical unless said; with sharded weights head_scatter. "
-                   "Or FILE.json.")  # fmt: skip
+              help="Of --decode tree, or FILE.json; sharded weights: head_scatter unless said.")  # fmt: skip
 @click.option("--cache-nodes", "remote", is_flag=True,
               help="Keys and values lie on the other ranks, which run treeattn cache-node.")  # fmt: skip
 @click.option("--weights", type=click.Choice(WEIGHTS), default="replicated",
@@ -217,7 +216,7 @@ def command(
         }
         if unserved := [name for name, value in asked.items() if value]:
             raise ArgumentError(f"{', '.join(unserved)} and --cache-nodes do not go together")
-        nodes = connect(communicators.world(), scheme=scheme or "hierarchical")
+        nodes = connect(communicators.world(), scheme=scheme)
         world = communicators.alone()
     else:
         world = options.world()
@@ -225,7 +224,7 @@ def command(
         raise ArgumentError("--draft and --draft-model are two ways to find drafts: take one")
     if scheme is not None and decode != "tree":
         raise ArgumentError(f"--scheme {scheme:.40} is of --decode tree: a ring has none")
-    chosen: str | Schedule = scheme or ("head_scatter" if weights == "sharded" else "hierarchical")
+    chosen: str | Schedule | None = scheme or ("head_scatter" if weights == "sharded" else None)
     if scheme is not None and is_file(scheme):
         (chosen,) = given(world, scheme)
     output.open(world=world)

@@ -96,7 +96,7 @@ def _read(path: Path) -> Schedule:
     )
 
 
-def for_out(output: Output, schemes: list[str | Schedule]) -> list[str | Schedule]:
+def for_out(output: Output, schemes: Sequence[str | Schedule | None]) -> Sequence[str | Schedule | None]:
     """Return the schemes, of which ``--out`` takes the result of one. Raises `ArgumentError`."""
     if output.out is not None and len(schemes) > 1:
         raise ArgumentError("--out takes the result of one scheme: name one with --scheme")

@@ -29,8 +29,9 @@ from treeattn.token_tree.owners import OWNERS, draft_owners
 
 @click.command("verify")
 @click.argument("source", metavar="FILE.safetensors", type=FILE)
-@click.option("--scheme", "schemes", default="hierarchical", metavar="S[,S..]",
-              help="How partials are reduced over ranks; several, side by side.")  # fmt: skip
+@click.option("--scheme", "schemes", metavar="S[,S..]",
+              help="How partials are reduced over ranks; several, side by side. Default: by the nodes "
+                   "of the job.")  # fmt: skip
 @options.layout_option()
 @click.option("--owner", type=click.Choice(OWNERS),
               help="Which rank counts which draft; default: owners of FILE, else single.")  # fmt: skip
@@ -41,7 +42,7 @@ from treeattn.token_tree.owners import OWNERS, draft_owners
 @options.output_options("Write out and lse to this safetensors file.", json="Write everything measured.")
 def command(
     source: Path,
-    schemes: str,
+    schemes: str | None,
     layout: Layout,
     owner: str | None,
     repeat: int,
@@ -60,7 +61,7 @@ def command(
     result missed its bound or differed between ranks.
     """
     world = options.world()
-    named = for_out(output, given(world, schemes))
+    named = for_out(output, given(world, schemes) if schemes else [None])
     output.open(source, world=world)
     problem = Problem(world, source, layout, None)
     if problem.paged is not None:
@@ -173,7 +174,7 @@ def _measure(
     world: MpiCommunicator,
     drafts: Drafts,
     oracle: Oracle | None,
-    scheme: str | Schedule,
+    scheme: str | Schedule | None,
     reproducible: bool,
     repeat: int,
 ) -> dict[str, Any]:

@@ -29,13 +29,12 @@ from treeattn.backends.device import Device
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import reproducible as reproducible_devices
-from treeattn.decoder.plan import plan
+from treeattn.decoder.plan import plan, selected
 from treeattn.decoder.planned import PlannedDecode, Seen
 from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Sight, Stated
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
-from treeattn.selection import select
 
 
 def decode(
@@ -44,7 +43,7 @@ def decode(
     v: AnyArray | None = None,
     *,
     comm: Given = None,
-    scheme: str | Schedule | Reduction = "hierarchical",
+    scheme: str | Schedule | Reduction | None = None,
     scale: float | None = None,
     lengths: ArrayLike | None = None,
     rules: Rules | None = None,
@@ -70,9 +69,9 @@ def decode(
         of k says more: positions, pages, float8 and its scales, latent attention.
     comm : mpi4py.MPI.Intracomm or torch.distributed.ProcessGroup, optional
         The ranks; unless given torch's default group where there is one, else COMM_WORLD.
-    scheme : str, Schedule or Reduction
+    scheme : str, Schedule or Reduction, optional
         How partials are merged: a name with its parameters, a schedule of one's own, or a `Reduction`, which
-        says how records travel, too. The same on every rank; "auto" chooses by simulation.
+        says how records travel, too, and what ranks take where no scheme is named. The same on every rank.
     scale : float, optional
         Factor of the logits; 1 / sqrt(head_dim) unless given.
     lengths : [batch], optional
@@ -146,7 +145,7 @@ def decode(
         step = query, replace(shard, k=keys, v=values, lengths=valid, v_dim=None, positions=None)
         how = Reduction.of(scheme)
         asked = Rules.of(rules, shape.heads)
-        chosen = select(how.scheme)
+        chosen = selected(how, comm, where.name)
         request = Request(shape, how, chosen, scale, where, q_root, asked, reproducible=reproducible)
         seen = q_positions, mask, shard.draft_positions, begins
         if (

@@ -10,13 +10,12 @@ from treeattn.attention.shape import Shape, check_latent
 from treeattn.attention.shard import CacheFormat
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder.plan import plan
+from treeattn.decoder.plan import plan, selected
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.reproducible import find
 from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Stated
 from treeattn.errors import ArgumentError, TreeattnError
-from treeattn.selection import select
 
 
 class Decoder(PlannedDecode):
@@ -75,7 +74,7 @@ class Decoder(PlannedDecode):
         batch: int = 1,
         queries: int = 1,
         dtype: str = "bfloat16",
-        scheme: str | Schedule | Reduction = "hierarchical",
+        scheme: str | Schedule | Reduction | None = None,
         scale: float | None = None,
         rules: Rules | None = None,
         device: str = "cpu",
@@ -95,7 +94,7 @@ class Decoder(PlannedDecode):
             return Request(
                 shape,
                 how,
-                select(how.scheme),
+                selected(how, own, device),
                 scale,
                 find(device, reproducible, own.size),
                 rules=Rules.of(rules, heads),

@@ -43,7 +43,7 @@ def merge(
     lse: AnyArray,
     *,
     comm: Given = None,
-    scheme: str | Schedule | Reduction = "hierarchical",
+    scheme: str | Schedule | Reduction | None = None,
     base: str | int = "e",
     strict: bool = False,
     device: str | None = None,
@@ -62,7 +62,7 @@ def merge(
         marks a part that saw nothing, whatever its out holds: serving kernels write each of them.
     comm, device
         As for `treeattn.decode`.
-    scheme : str, Schedule or Reduction
+    scheme : str, Schedule or Reduction, optional
         As for `treeattn.decode`, but for schemes that leave each rank a slice, and those that attend while
         they communicate.
     base : {"e", 2}
@@ -92,7 +92,7 @@ def merge(
         shape = step[0].shape
         parts = Parts(shape[:-1], shape[-1] if shape else 0, query_dtype(step[0]))
         parts.check(*step, where.lse_dtypes)
-        return Settings(parts, *_folding(scheme), base, bool(strict), where)
+        return Settings(parts, *_folding(scheme, comm, where.name), base, bool(strict), where)
 
     with _PlannedMerge(comm, ask) as merger:
         results = merger(*step)
@@ -260,17 +260,19 @@ class Merger(_PlannedMerge):
         lse_shape: tuple[int, ...],
         head_dim: int,
         dtype: str = "float32",
-        scheme: str | Schedule | Reduction = "hierarchical",
+        scheme: str | Schedule | Reduction | None = None,
         base: str | int = "e",
         strict: bool = False,
         device: str = "cpu",
     ) -> None:
+        comm = communicators.intracomm(comm)
+
         def ask() -> Settings:
             parts = Parts(tuple(lse_shape), head_dim, dtype)
             where = devices.find(device)
-            return Settings(parts, *_folding(scheme), base, bool(strict), where)
+            return Settings(parts, *_folding(scheme, comm, where.name), base, bool(strict), where)
 
-        super().__init__(communicators.intracomm(comm), ask)
+        super().__init__(comm, ask)
 
 
 def _natural_log(base: object) -> float:
@@ -290,6 +292,8 @@ def _marked_otherwise(lse: Array) -> ArgumentError | None:
     )
 
 
-def _folding(scheme: str | Schedule | Reduction) -> tuple[Reduction, Selection]:
+def _folding(
+    scheme: str | Schedule | Reduction | None, comm: Communicator, device: str
+) -> tuple[Reduction, Selection]:
     because = "merge folds finished parts and gives every rank, or rank 0, all of the result"
-    return folding(scheme, because, to_root=True)
+    return folding(scheme, because, comm, device, to_root=True)

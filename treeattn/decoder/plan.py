@@ -36,8 +36,26 @@ from treeattn.partial import Array
 from treeattn.selection import CATALOG, select
 
 
+def selected(how: Reduction, comm: Communicator, device: str) -> Selection:
+    """What `how` asks of the ranks of `comm`, or what they take where it names no scheme: see `Reduction`.
+
+    Over the memory of one node the fewest rounds are the fastest; between GPUs, where a launch costs more
+    than a message, all of them in one; between nodes, a message for each node. Raises `ScheduleError`.
+    """
+    if how.scheme is not None:
+        return select(how.scheme)
+    if len(comm.nodes) > 1:
+        return select("hierarchical")
+    return select("all_gather_merge" if device == "cuda" else "recursive_doubling")
+
+
 def folding(
-    scheme: str | Schedule | Reduction, because: str, *, to_root: bool = False
+    scheme: str | Schedule | Reduction | None,
+    because: str,
+    comm: Communicator,
+    device: str,
+    *,
+    to_root: bool = False,
 ) -> tuple[Reduction, Selection]:
     """What ``scheme=`` asks for where finished records are to be folded on every rank, or with `to_root` on
     rank 0.
@@ -45,7 +63,7 @@ def folding(
     because: what an error says of why. Raises `ArgumentError`, `ScheduleError`, `RestrictionError`.
     """
     how = Reduction.of(scheme)
-    selection = select(how.scheme)
+    selection = selected(how, comm, device)
     plain = Reduction()
     for name in ("output", "progress", "groups"):
         to_rank_0 = to_root and name == "output" and how.output == "root"

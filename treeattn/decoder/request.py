@@ -28,9 +28,10 @@ class Reduction:
 
     Parameters
     ----------
-    scheme : str or Schedule
-        A name with its parameters (`treeattn.schemes`), or a schedule of one's own; "auto" chooses by
-        simulation.
+    scheme : str or Schedule, optional
+        A name with its parameters (`treeattn.schemes`), or a schedule of one's own. None is
+        `recursive_doubling` where all ranks are on one node, `all_gather_merge` where they are GPUs of one
+        node, and `hierarchical` on several nodes; "auto" chooses by simulation.
     transport : str, optional
         How records travel: "mpi" from the host, which over a process group is torch's messages; from GPUs
         "nccl", "peer", "cuda-mpi" or "host" (staged through page-locked memory). None is the only sensible
@@ -56,7 +57,7 @@ class Reduction:
         A value that cannot be; the message names it.
     """
 
-    scheme: str | Schedule = "hierarchical"
+    scheme: str | Schedule | None = None
     transport: str | None = None
     executor: str | None = None
     output: str = "replicated"
@@ -71,7 +72,7 @@ class Reduction:
     }
 
     def __post_init__(self) -> None:
-        if not isinstance(self.scheme, str | Schedule):
+        if not isinstance(self.scheme, str | Schedule | None):
             raise ArgumentError(f"scheme must be a name or a Schedule, not {self.scheme!r:.60}")
         for name, choices in self._CHOICES.items():
             value = getattr(self, name)
@@ -82,7 +83,7 @@ class Reduction:
             raise ArgumentError(f"groups {self.groups!r:.60}: a positive whole number, or 'auto', is needed")
 
     @classmethod
-    def of(cls, scheme: str | Schedule | Reduction) -> Reduction:
+    def of(cls, scheme: str | Schedule | Reduction | None) -> Reduction:
         """What ``scheme=`` was given, as a `Reduction`."""
         return scheme if isinstance(scheme, Reduction) else cls(scheme)
 

@@ -80,7 +80,7 @@ def reduce(
     k: AnyArray | Shard,
     v: AnyArray | None,
     comm: Given = None,
-    scheme: str | Schedule | Reduction = "hierarchical",
+    scheme: str | Schedule | Reduction | None = None,
     scale: float | None = None,
     lengths: ArrayLike | None = None,
     rules: Rules | None = None,
@@ -89,7 +89,7 @@ def reduce(
     """Average a statistic over all keys. Collective; arguments and errors as for `treeattn.energy.value`."""
     comm = communicators.intracomm(comm)
     with Agreement(comm) as agreed:
-        how, selection = folding(scheme, "an energy is a sum over all keys on every rank")
+        how, selection = folding(scheme, "an energy is a sum over all keys on every rank", comm, "cpu")
         shard = Shard.of(k, v, lengths).in_rows("an energy takes")
         queries, values = tensor("q", q), tensor("v", shard.v, shard.dtype)
         keys = tensor("k", shard.k, shard.dtype)

@@ -52,9 +52,9 @@ class ShardedKV(Cache):
         The ranks, as `treeattn.decode` takes them.
     capacity : int
         Slots of a sequence that there is room for at first, over all ranks; the cache grows.
-    scheme : str, Schedule or Reduction
-        How partial results are merged, as `treeattn.decode` takes it; "hierarchical", and "head_scatter" for
-        a model whose weights are tensor parallel over the same ranks (``tp_plan="auto"``).
+    scheme : str, Schedule or Reduction, optional
+        How partial results are merged, as `treeattn.decode` takes it; unless given "head_scatter" for a
+        model whose weights are tensor parallel over the same ranks (``tp_plan="auto"``).
 
     nodes : bool or CacheNodes
         Whether keys and values lie on the other ranks of `comm`, which are cache nodes
@@ -80,7 +80,7 @@ class ShardedKV(Cache):
         self.nodes: CacheNodes | None = None
         if nodes:
             connected = nodes if isinstance(nodes, CacheNodes) else None
-            self.nodes = connected or connect(comm, scheme=scheme or "hierarchical")
+            self.nodes = connected or connect(comm, scheme=scheme)
             comm, scheme = communicators.alone(), None
         self.comm, self.capacity = communicators.intracomm(comm), capacity
         with Agreement(self.comm) as agreed:
@@ -97,7 +97,7 @@ class ShardedKV(Cache):
                 self._layer(kind, getattr(config, "num_attention_heads", None), given)
                 for config, kind, given in zip(configs, *get_layer_types_and_kwargs(text), strict=True)
             ]
-            reduction = Reduction.of(scheme or "hierarchical")
+            reduction = Reduction.of(scheme)
             by_heads = Reduction.of(scheme or Reduction("head_scatter", output="heads"))
             agreed.must_match = {
                 "capacity": capacity,

@@ -58,13 +58,13 @@ class Session:
         Tokens that the cache has room for; the last token of a text needs none.
     scheme : str, Schedule or Reduction, optional
         As for `treeattn.decode`, rings too, and with sharded weights those that leave each rank its heads;
-        unless given `head_scatter` with sharded weights, else `hierarchical`. Several ranks of a GPU's model
+        unless given `head_scatter` with sharded weights. Several ranks of a GPU's model
         have to name a transport.
     prefill : {"ring", "gather"}
     layout : str
         Which rank holds which token of the prompt; a later token lies on rank position mod size.
     drafts : int
-        Slots of the trees that `verify` takes. They are reduced by `scheme`, by `hierarchical` where that
+        Slots of the trees that `verify` takes. They are reduced by `scheme`, by the default where that
         leaves each rank its heads, and by none that attends while it communicates.
     sampling : Sampling, optional
         How tokens are chosen; greedily unless given.
@@ -99,9 +99,9 @@ class Session:
         comm, config, sharded = communicators.intracomm(comm), model.config, model.comm is not None
         self._method = prefill
         with Agreement(comm) as agreed:
-            how = trees = Reduction.of(scheme or ("head_scatter" if sharded else "hierarchical"))
-            if sharded and select(how.scheme).row.scattered:
-                how, trees = replace(how, output="heads"), replace(how, scheme="hierarchical")
+            how = trees = Reduction.of(scheme or ("head_scatter" if sharded else None))
+            if sharded and how.scheme is not None and select(how.scheme).row.scattered:
+                how, trees = replace(how, output="heads"), replace(how, scheme=None)
             self._begin(comm, model, prompt, capacity, sampling)
             if prefill not in PREFILLS:
                 raise ArgumentError(f"prefill {prefill!r} is unknown: use one of {', '.join(PREFILLS)}")

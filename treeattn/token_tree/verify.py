@@ -47,7 +47,7 @@ def verify(
     tree: TokenTree,
     *,
     comm: Given = None,
-    scheme: str | Schedule | Reduction = "hierarchical",
+    scheme: str | Schedule | Reduction | None = None,
     scale: float | None = None,
     lengths: ArrayLike | None = None,
     owner: str | ArrayLike = "single",
@@ -134,7 +134,7 @@ class Verifier:
         nodes: int,
         batch: int = 1,
         dtype: str = "bfloat16",
-        scheme: str | Schedule | Reduction = "hierarchical",
+        scheme: str | Schedule | Reduction | None = None,
         scale: float | None = None,
         device: str = "cpu",
         owner: str | ArrayLike = "single",
@@ -143,7 +143,8 @@ class Verifier:
         comm = communicators.intracomm(comm)
         with Agreement(comm) as agreed:
             agreed.must_match = {"owner": check_owner(owner)}
-            folding(scheme, "drafts join the records of the context before a reduction to every rank")
+            because = "drafts join the records of the context before a reduction to every rank"
+            folding(scheme, because, comm, device)
             self.shape = Shape(batch, nodes, heads, kv_heads, head_dim, dtype)
             if reproducible == "blocks":
                 raise RestrictionError("drafts are dealt out one by one: take reproducible='tokens'")
