@@ -43,6 +43,7 @@ _DTYPES: dict[str, Any] = {
     "U32": np.uint32,
     "U16": np.uint16,
     "U8": np.uint8,
+    "BOOL": np.bool_,
 }
 
 
@@ -89,19 +90,6 @@ class CacheFile:
             if not count:
                 raise ArgumentError(f"{self.path}: became shorter while it was read")
             at, into = at + count, into[count:]
-
-    def v_dim(self) -> int | None:
-        """How many of k's first channels are the values, where there is no tensor v. Raises
-        `ArgumentError`."""
-        text = self.metadata.get("v_dim", "")
-        if "v" in self.tensors or "v" in self.unsupported:
-            return None
-        if not text.isdecimal() or len(text) > 9:
-            raise ArgumentError(
-                f"{self.path}: no tensor 'v' in the file, and no metadata 'v_dim', how many of k's first "
-                "channels are the values"
-            )
-        return int(text)
 
     def scale(self) -> float | None:
         """The softmax scale that the file's metadata states, if any. Raises `ArgumentError`."""

@@ -84,7 +84,7 @@ def test_a_tree_of_a_file(tmp_path, ranks, options):
     np.testing.assert_allclose(read["lse"], wanted_lse, atol=2e-5)
     assert said["accepted"][1] == {"path": [0, 2, 1], "next_token": 5}
     (row,) = said["results"]
-    assert row["passed"] and row["same_bits"] and 0 < row["errors"][0] < row["bounds"][0]  # noqa: PT018
+    assert row["passed"] and row["same_bits"] and 0 < row["errors"]["oracle"][0] < row["bounds"][0]  # noqa: PT018
 
 
 def test_owners_of_the_file_and_several_schemes(tmp_path):
@@ -102,7 +102,7 @@ def test_owners_of_the_file_and_several_schemes(tmp_path):
     [
         ({"parents": None}, "no tensor 'parents'"),
         ({"draft_k": None}, "no tensor 'draft_k'"),
-        ({"parents": PARENTS[:, :4]}, "parents have shape [2, 4]"),
+        ({"parents": PARENTS[:, :4]}, "parents has shape [2, 4]"),
         ({"parents": np.array([[1, 0, 1, 1, 1, 1, 1, 1], PARENTS[1]])}, "form a cycle"),
         ({"parents": PARENTS.astype(np.float32)}, "parents are float32: integers are needed"),
         ({"owners": np.full(PARENTS.shape, 2)}, "ranks from 0 to 0"),

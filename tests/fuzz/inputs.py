@@ -53,8 +53,8 @@ def _tensors(_: Path) -> list[bytes]:
         "e": np.ones((0, 2)),
     }
     return [
-        save_tensors(arrays, {"scale": "0.5", "v_dim": "4"}),
-        save_tensors({"k": arrays["k"]}, {"v_dim": "4"}),
+        save_tensors(arrays, {"scale": "0.5"}),
+        save_tensors({"k": arrays["k"]}, {}),
     ]
 
 
@@ -63,7 +63,6 @@ def _cache(path: Path) -> None:
     file.scale()
     for name in file.tensors:
         file[name].tobytes()
-    file.v_dim()
 
 
 def _archive(folder: Path) -> list[bytes]:

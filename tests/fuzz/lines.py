@@ -37,8 +37,8 @@ plot results.jsonl --figures time,relative --format svg,png --width 3in --no-tit
 export results.jsonl --format csv --out a.csv
 report results.jsonl --schedule own.json --title x --baseline kv_ring --out a.html
 inspect --model . --ctx 1Mi --ranks 8 --schemes ring,hierarchical --cluster dgx-h100 --json a.json
-decode cache.safetensors --scheme hierarchical:nodes=1 --layout zigzag --causal --window 64,0 --leading 4
-decode cache.safetensors --softcap 30 --repeat 2 --reproducible tokens --out a.safetensors --json a.json
+decode cache.safetensors --scheme hierarchical:nodes=1 --layout zigzag
+decode cache.safetensors --repeat 2 --reproducible tokens --out a.safetensors --json a.json
 verify drafts.safetensors --scheme ring --layout zigzag --owner round_robin --repeat 2 --out a.safetensors
 generate --model . --prompt-ids 1,2,3 -n 3 --draft ngram --draft-tokens 4 --prefill gather --save-cache s
 generate --model . --random-tokens 9 -n 2 --temperature 0.7 --top-k 5 --top-p 0.9 --cache-dtype float16

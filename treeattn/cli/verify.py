@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,14 @@ from treeattn import mpi_library, reference
 from treeattn.agreement import collectively
 from treeattn.cli import options
 from treeattn.cli.options import FILE, Output
-from treeattn.cli.problem import Problem, ended_with, heads_of, largest_difference, show_digests
+from treeattn.cli.problem import Problem
 from treeattn.cli.scheme import for_out, given
+from treeattn.cli.verdict import Judge, Row, ended_with, plural, show
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
-from treeattn.report import LEGEND, Column, Progress, Report, identical, microseconds
+from treeattn.report import Column, Progress, Report, microseconds
 from treeattn.shards import Layout
 from treeattn.study import environment
 from treeattn.token_tree import TokenTree, Verifier, accept_greedy
@@ -63,76 +63,57 @@ def command(
     world = options.world()
     named = for_out(output, given(world, schemes) if schemes else [None])
     output.open(source, world=world)
-    problem = Problem(world, source, layout, None)
-    if problem.paged is not None:
-        raise ArgumentError(f"{source}: verify takes a cache in rows, not in pages: leave block_table out")
-    drafts = Drafts(world, problem, owner)
-    oracle = None if no_check else drafts.oracle(world)
-    rows = [_measure(world, drafts, oracle, scheme, reproducible, repeat) for scheme in named]
+    drafts = Drafts(world, source, layout, owner)
+    judge = Judge(world, drafts, not no_check, None, False)
+    rows = [_measure(world, drafts, judge, scheme, reproducible, repeat) for scheme in named]
     results = [(row.pop("out"), row.pop("lse")) for row in rows]
     accepted = drafts.accepted(world)
     machine = environment.machine(world)
     if world.rank == 0:
-        output.tensors(*drafts.as_given(*results[-1]), scale=repr(problem.scale))
+        output.tensors(*drafts.as_given(*results[-1]), scale=repr(drafts.scale))
         output.report(_report(drafts, rows, accepted, machine, output))
-    return 0 if world.bcast(all(row["passed"] for row in rows)) else 1
+    return 0 if all(row["passed"] for row in rows) else 1
 
 
-#: (out, lse) of a float64 oracle, and the bounds of their errors.
-Oracle = tuple[tuple[Array, Array], tuple[float, float]]
+class Drafts(Problem):
+    """A tree over the cache of a file, and what its nodes hold, in the order of its slots."""
 
-
-class Drafts:
-    """The tree of a file with what its nodes hold, in the order of its slots. Collective.
-
-    Raises the same `ArgumentError` on every rank.
-    """
-
-    def __init__(self, world: MpiCommunicator, problem: Problem, owner: str | None) -> None:
-        self.problem, self.shape = problem, problem.shape
-        collectively(world, lambda: self._read(owner))
-        own = problem.lengths
-        valid = np.full(self.shape.batch, problem.k.shape[1]) if own is None else own
-        self.shard_lengths = world.allgather(valid.tolist())
+    def __init__(self, world: MpiCommunicator, source: Path, layout: Layout, owner: str | None) -> None:
+        super().__init__(world, source, layout)
+        collectively(world, lambda: self._read_nodes(owner))
+        self._counts_drafts = world.rank == 0
+        self._valid = np.full(self.shape.batch, len(self.positions)) if self.lengths is None else self.lengths
+        self.shard_lengths = world.allgather(self._valid.tolist())
         collectively(world, lambda: draft_owners(self.owners, self.tree, world.size, self.shard_lengths))
 
-    def _read(self, owner: str | None) -> None:
-        file, given = self.problem.file, self.problem.file.tensors
-        if self.shape.mixed or self.problem.latent or self.shape.v_dim != self.shape.head_dim:
-            raise ArgumentError(f"{file.path}: verify takes q, k and v of one type and one width")
-        parents = file["parents"]
-        if parents.shape != (self.shape.batch, self.shape.queries):
-            raise ArgumentError(
-                f"{file.path}: parents have shape {list(parents.shape)}, q is of [batch, nodes] = "
-                f"{[self.shape.batch, self.shape.queries]}"
-            )
-        tokens = given.get("tokens", np.zeros(parents.shape, np.int64))
-        self.tree = TokenTree.from_parents(tokens, parents, given.get("draft_lengths"))
-        self.q = self._ordered("q", self.problem.q)
-        self.draft_k, self.draft_v = (self._ordered(name, file[name]) for name in ("draft_k", "draft_v"))
+    def _read_nodes(self, owner: str | None) -> None:
+        held = self.file.tensors
+        if self.rules.window is not None:
+            raise ArgumentError(f"{self.source}: a node sees the whole context: leave window out")
+        parents = self._of_nodes("parents")
+        tokens = self._of_nodes("tokens") if "tokens" in held else np.zeros(parents.shape, np.int64)
+        self.tree = TokenTree.from_parents(tokens, parents, held.get("draft_lengths"))
+        self.q = self._by_slots(self.q)
+        self.draft_k, self.draft_v = (self._by_slots(self._of_nodes(f"draft_{name}")) for name in "kv")
         self.shape.check_cache(self.draft_k, self.draft_v)
-        if "target_tokens" in given and "tokens" not in given:
-            raise ArgumentError(f"{file.path}: target_tokens accept tokens, and it holds none")
-        self.targets = (
-            self._ordered("target_tokens", given["target_tokens"]) if "target_tokens" in given else None
-        )
+        if "target_tokens" in held and "tokens" not in held:
+            raise ArgumentError(f"{self.source}: target_tokens accept tokens, and it holds none")
+        self.targets = self._by_slots(self._of_nodes("target_tokens")) if "target_tokens" in held else None
         self.owners: str | Array = owner or "single"
-        if owner is None and "owners" in given:
-            self.owners = self._ordered("owners", given["owners"])
+        if owner is None and "owners" in held:
+            self.owners = self._by_slots(self._of_nodes("owners"))
 
-    def step(self) -> tuple[Any, ...]:
-        """What a `Verifier` takes, with `shard_lengths`."""
-        context = self.problem.k, self.problem.v
-        return (self.q, *context, self.draft_k, self.draft_v, self.tree, self.problem.lengths)
-
-    def _ordered(self, name: str, array: Array) -> Array:
-        """What nodes hold, by slots: parents of a file may stand in any order."""
-        if array.shape[:2] != self.tree.origin.shape:
+    def _of_nodes(self, name: str) -> Array:
+        array, nodes = np.array(self.file[name]), self.shape.q_shape[:2]
+        if array.shape[:2] != nodes:
             raise ArgumentError(
-                f"{self.problem.source}: {name} has shape {list(array.shape)}, [batch, nodes, ..] = "
-                f"{list(self.tree.origin.shape)} is needed"
+                f"{self.source}: {name} has shape {list(array.shape)}, q is of [batch, nodes] = {list(nodes)}"
             )
-        return np.array(array)[np.arange(self.tree.batch)[:, None], self.tree.origin]
+        return array
+
+    def _by_slots(self, array: Array) -> Array:
+        """What nodes hold: parents of a file may stand in any order."""
+        return array[np.arange(self.tree.batch)[:, None], self.tree.origin]
 
     def as_given(self, out: Array, lse: Array) -> tuple[Array, Array]:
         """Results by the file's order."""
@@ -142,27 +123,20 @@ class Drafts:
         out_[rows, places], lse_[rows, :, places] = out[rows, slots], lse[rows, :, slots]
         return out_, lse_
 
-    def oracle(self, world: MpiCommunicator) -> Oracle | None:
-        """((out, lse), bounds of their errors) from float64 partials, on rank 0; else None. Collective."""
-        mine = reference.partial(
-            self.q, self.problem.k, self.problem.v, scale=self.problem.scale, lengths=self.problem.lengths
-        )
-        partials = world.gather(mine, root=0)
-        if partials is None:
-            return None
-        seen = self.tree.mask & self.tree.real[..., None]
-        scale = self.problem.scale
-        partials.append(reference.partial(self.q, self.draft_k, self.draft_v, scale=scale, seen=seen))
-        out, lse = reference.combine(partials)
-        rows, slots = np.nonzero(~self.tree.real)
-        out[rows, slots], lse[rows, :, slots] = 0, -np.inf
-        return (out, lse), reference.error_bounds(partials)
+    def partial(self) -> reference.Partial:
+        """Of the context, and on rank 0 of the drafts; pads see nothing."""
+        real = self.tree.real[..., None]
+        k, v, seen = self.k, self.v, (np.arange(self.k.shape[1]) < self._valid[:, None])[:, None] & real
+        if self._counts_drafts:
+            k, v = (np.concatenate(pair, axis=1) for pair in ((k, self.draft_k), (v, self.draft_v)))
+            seen = np.concatenate([seen, self.tree.mask & real], axis=2)
+        return reference.partial(self.q, k, v, scale=self.scale, seen=seen)
 
     def accepted(self, world: MpiCommunicator) -> list[dict[str, Any]]:
         """What the model's own tokens keep of each row, by the file's order. Collective."""
         if self.targets is None:
             return []
-        first = self.problem.file.tensors.get("first_tokens")
+        first = self.file.tensors.get("first_tokens")
         kept = accept_greedy(self.tree, self.targets, first=first, comm=world)
         return [
             {"path": self.tree.origin[row, kept.path[row, :count]].tolist(), "next_token": int(token)}
@@ -173,82 +147,46 @@ class Drafts:
 def _measure(
     world: MpiCommunicator,
     drafts: Drafts,
-    oracle: Oracle | None,
+    judge: Judge,
     scheme: str | Schedule | None,
     reproducible: bool,
     repeat: int,
-) -> dict[str, Any]:
+) -> Row:
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
-    problem, shape = drafts.problem, drafts.shape.plain
-    nodes = shape.pop("queries")
-    shape |= {"scheme": scheme, "scale": problem.scale, "owner": drafts.owners}
-    kind = "tokens" if reproducible else None
-    with Verifier(world, nodes=nodes, **shape, reproducible=kind) as verifier:
-        step = drafts.step()
-        say, times = Progress(world.rank == 0), []
+    planned, kind = drafts.shape.plain, "tokens" if reproducible else None
+    planned |= {"nodes": planned.pop("queries"), "scheme": scheme, "scale": drafts.scale}
+    clock, say, times = mpi_library.load().Wtime, Progress(world.rank == 0), []
+    context = drafts.k, drafts.v, drafts.draft_k, drafts.draft_v
+    with Verifier(world, **planned, owner=drafts.owners, reproducible=kind) as verifier:
         for done in range(repeat + 1):
             world.Barrier()
-            began = mpi_library.load().Wtime()
-            out, lse = verifier(*step, shard_lengths=drafts.shard_lengths)
-            times.append(max(world.allgather(mpi_library.load().Wtime() - began)))
+            began = clock()
+            out, lse = verifier(
+                drafts.q, *context, drafts.tree, drafts.lengths, shard_lengths=drafts.shard_lengths
+            )
+            times.append(max(world.allgather(clock() - began)))
             say(f"{verifier.decoder.scheme}: {done:,} of {repeat:,} steps")
-        row = ended_with(world, verifier.decoder, out, lse, kind)
-        row |= {"first_step_s": times[0], "step_s": statistics.median(times[1:])}
-        wanted, bounds = oracle or (None, None)
-        errors = None if wanted is None else list(map(largest_difference, (out, lse), wanted))
-        right = errors is None or all(
-            error <= bound for error, bound in zip(errors, bounds or (), strict=True)
-        )
-        row |= {"errors": errors, "bounds": bounds, "passed": world.bcast(right) and row["same_bits"]}
-        return row | {"out": out.copy(), "lse": lse.copy()}
+        row = ended_with(world, verifier.decoder, judge, out.copy(), lse.copy(), kind)
+    return row | {"first_step_s": times[0], "step_s": statistics.median(times[1:])}
 
 
 def _report(
     drafts: Drafts,
-    rows: list[dict[str, Any]],
+    rows: list[Row],
     accepted: list[dict[str, Any]],
     machine: dict[str, Any],
     output: Output,
 ) -> Report:
-    shape, problem, ranks = drafts.shape, drafts.problem, len(machine["ranks"])
     nodes = drafts.tree.lengths.tolist()
     owner = drafts.owners if isinstance(drafts.owners, str) else "owners of the file"
-    made = Report({
-        "input": str(problem.source),
-        "tokens": problem.tokens,
-        "layout": str(problem.layout),
-        "scale": problem.scale,
-        "shape": shape.plain,
-        "nodes": nodes,
-        "owner": owner,
-        "results": rows,
-        "accepted": accepted,
-    }, machine)  # fmt: skip
-    given = f"{problem.tokens} tokens and {'+'.join(map(str, nodes))} drafts"
-    made.line(f"{problem.source.name}: {given}, {heads_of(shape)}, {shape.dtype}")
-    where = f"{ranks} rank{'s' * (ranks > 1)}, {problem.layout} shards"
-    made.line(f"{where}, drafts: {owner}; times: median step, slowest rank, µs\n")
-    made.table(rows, [
-        Column("scheme", words=True),
-        *(Column(f"error\nof {name}", partial(_error, index), ".1e", wide=bool(index))
-          for index, name in enumerate(("out", "lse"))),
-        Column("identical\nbits", lambda row: identical(row["determinism"], row["same_bits"])),
-        Column("step", lambda row: row["step_s"] * 1e6, microseconds),
-        Column("verdict", lambda row: "FAIL" if not row["passed"] else "pass" if row["errors"] else ""),
-    ])  # fmt: skip
-    if rows[0]["bounds"]:
-        out, lse = rows[0]["bounds"]
-        made.line(f"errors: against the oracle; at most {out:.1e} of out, {lse:.1e} of lse")
-    made.line(LEGEND)
-    if rows[0]["reproducible"]:
-        show_digests(made, rows)
+    facts = {"nodes": nodes, "owner": owner, "results": rows, "accepted": accepted}
+    made = Report(drafts.described | facts, machine)
+    held = f"{drafts.tokens} tokens and {'+'.join(map(str, nodes))} drafts"
+    made.line(f"{drafts.source.name}: {held}, {drafts.heads}")
+    where = f"{plural(len(machine['ranks']), 'rank')}, {drafts.layout} shards, drafts: {owner}"
+    made.line(f"{where}; times: median step, slowest rank, µs\n")
+    show(made, rows, [Column("step", lambda row: row["step_s"] * 1e6, microseconds)], output)
     for index, row in enumerate(accepted):
         path = " ".join(map(str, row["path"])) or "none"
         made.text(f"row {index}: accepted {path}; next token {row['next_token']}")
-    if output.out is not None:
-        made.text(f"out and lse are in {output.out}")
     return made
-
-
-def _error(index: int, row: dict[str, Any]) -> float | None:
-    return float(row["errors"][index]) if row["errors"] else None
