@@ -50,22 +50,17 @@ def cases(world: MPI.Intracomm, work: Work, batch: int) -> dict[tuple[str, str],
     q = np.random.default_rng(0).standard_normal((batch, 1, 16, 128)).astype(np.float32)
     k, v = (draw.standard_normal((batch, 8, 16, 128)).astype(np.float32) for _ in "kv")
     for scheme in SCHEMES:
-        for progress in ("calls", "thread"):
-            how = treeattn.Reduction(scheme, progress=progress)
-            shape = {"heads": 16, "kv_heads": 16, "head_dim": 128, "batch": batch, "dtype": "float32"}
-            decoder = treeattn.Decoder(world, **shape, scheme=how)
+        shape = {"heads": 16, "kv_heads": 16, "head_dim": 128, "batch": batch, "dtype": "float32"}
+        decoder = treeattn.Decoder(world, **shape, scheme=scheme)
 
-            def both(between: Callable[[], object] = tuple, decoder: treeattn.Decoder = decoder) -> None:
-                decoder.begin(q, k, v)
-                work(between)
-                decoder.finish()
+        def both(between: Callable[[], object] = tuple, decoder: treeattn.Decoder = decoder) -> None:
+            decoder.begin(q, k, v)
+            work(between)
+            decoder.finish()
 
-            if progress == "calls":
-                made[scheme, "step"] = lambda decoder=decoder: decoder(q, k, v)
-                made[scheme, "untouched"] = both
-                made[scheme, "test"] = lambda decoder=decoder, both=both: both(decoder.test)
-            else:
-                made[scheme, "thread"] = both
+        made[scheme, "step"] = lambda decoder=decoder: decoder(q, k, v)
+        made[scheme, "untouched"] = both
+        made[scheme, "test"] = lambda decoder=decoder, both=both: both(decoder.test)
     return made
 
 

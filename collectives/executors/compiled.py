@@ -27,7 +27,7 @@ from treeattn.collectives.runtime.operator import NativeOperator, Operator
 from treeattn.collectives.runtime.reducer import NativeStep, ReductionSpec
 from treeattn.collectives.runtime.reducer import Reducer as BaseReducer
 from treeattn.collectives.schedule import Schedule
-from treeattn.errors import BackendError, PeerError, StateError
+from treeattn.errors import BackendError, PeerError
 
 if TYPE_CHECKING:
     from treeattn.collectives.executors.slots import Slots
@@ -186,8 +186,6 @@ class Reducer(BaseReducer):
 
     def _check_peers(self, everyone: bool) -> None:
         """Raise `PeerError` where this wait cannot end; Python delivers signals before it."""
-        if self._closed:  # by another thread, after an error there
-            raise StateError(f"{self.name}: closed in the middle of a step")
         awaited = self._program.sources(self._round() or 0)
         ended = self._slots.ended(None if everyone else awaited) if self._slots else []
         if ended:  # what has ended publishes nothing any more

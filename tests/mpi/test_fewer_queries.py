@@ -22,7 +22,6 @@ CASES = [
     ({"scheme": "kv_ring"}, {}),
     ({"scheme": Reduction("head_scatter", output="heads")}, {}),
     ({"scheme": Reduction(groups=2)}, {}),
-    ({"scheme": Reduction(progress="thread")}, {}),
 ]
 
 

@@ -257,7 +257,7 @@ def test_what_differs_between_ranks_is_named(comm, mine, message):
         treeattn.Merger(comm, **options)
 
 
-@pytest.mark.parametrize("how", [{"groups": 2}, {"progress": "thread"}, {"output": "heads"}])
+@pytest.mark.parametrize("how", [{"groups": 2}, {"output": "heads"}])
 def test_what_is_for_decoders_alone_is_refused(comm, how):
     with pytest.raises(treeattn.RestrictionError, match="is for treeattn.Decoder"):
         treeattn.merge(_out(), _out((2,)), comm=comm, scheme=treeattn.Reduction(**how))

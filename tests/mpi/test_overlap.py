@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-import time
-
 import numpy as np
 import pytest
-from mpi4py import MPI
 
 import treeattn
 from tests.support.problems import random_qkv
 from tests.support.ranks import own_run
-from treeattn.errors import ArgumentError, StateError, TransportError
+from treeattn.errors import StateError
 
 pytestmark = pytest.mark.mpi
 
@@ -27,18 +23,6 @@ def shard(comm, seed):
 
 def planned(comm, scheme, **options):
     return treeattn.Decoder(comm, **SHAPE, scheme=treeattn.Reduction(scheme, **options))
-
-
-def test_thread_goes_on_while_the_caller_sleeps(comm):
-    """Several rounds; no call of MPI by the caller between begin and the end."""
-    arrays = shard(comm, 0)
-    with planned(comm, "binary_tree", progress="thread") as decoder:
-        decoder.begin(*arrays)
-        end = time.monotonic() + 300
-        while not decoder.test():
-            assert time.monotonic() < end
-            time.sleep(0.001)
-        decoder.finish()
 
 
 def test_a_step_is_finished_before_the_next(comm):
@@ -74,7 +58,6 @@ CALLS = {
         {"scheme": "mpi_allreduce"},
         {"scheme": "kv_ring"},
         {"scheme": "binary_tree", "groups": 2},
-        {"scheme": "binary_tree", "progress": "thread"},
     ],
     ids=str,
 )
@@ -106,23 +89,3 @@ def test_drawn_calls_give_the_right_result_or_a_state_error(comm, options):
 def test_a_fresh_decoder_has_no_result(comm):
     with planned(comm, "hierarchical") as decoder, pytest.raises(StateError, match="before it"):
         decoder.finish()
-
-
-def test_closing_ends_a_step_that_nobody_finished(comm):
-    threads = threading.active_count()
-    for progress in ("calls", "thread"):
-        decoder = planned(comm, "binary_tree", progress=progress)
-        decoder.begin(*shard(comm, 0))
-        decoder.close()
-    end = time.monotonic() + 300
-    while threading.active_count() > threads:
-        assert time.monotonic() < end
-        time.sleep(0.001)
-
-
-def test_what_a_thread_cannot_do(comm, monkeypatch):
-    with pytest.raises(ArgumentError, match="progress 'later' is unknown"):
-        planned(comm, "binary_tree", progress="later")
-    monkeypatch.setattr(MPI, "Query_thread", lambda: MPI.THREAD_SERIALIZED)
-    with pytest.raises(TransportError, match="one thread at a time"):
-        planned(comm, "binary_tree", progress="thread")

@@ -16,7 +16,7 @@ from tests.support.ranks import assert_same_bits, own_run
 from tests.support.schemes import Way, assert_equal, copies
 from treeattn import collectives, files, reference
 from treeattn.baselines import BASELINES
-from treeattn.errors import RestrictionError, StateError
+from treeattn.errors import StateError
 from treeattn.shards import parse_layout
 
 pytestmark = pytest.mark.mpi
@@ -224,15 +224,10 @@ def test_steps_of_several_decoders_stay_apart(way):
     assert received[0] == (comm.rank - 1) % comm.size
 
 
-@pytest.mark.parametrize("progress", ["calls", "thread"])
-def test_halves_give_the_bits_of_a_whole_step(any_way, progress):
+def test_halves_give_the_bits_of_a_whole_step(any_way):
     way = any_way
-    if progress == "thread" and way.attends:
-        with pytest.raises(RestrictionError, match="computes while it communicates"):
-            way.planned(progress)
-        return
     own = own_run(way.comm, 37)
-    with way.planned(progress, heads=8, batch=2, head_dim=16) as decoder:
+    with way.planned(heads=8, batch=2, head_dim=16) as decoder:
         for seed in range(3):
             q, k, v = random_qkv(37, batch=2, heads=8, kv_heads=4, head_dim=16, seed=seed)
             wanted = copies(decoder(q, k[:, own], v[:, own]))

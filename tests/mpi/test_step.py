@@ -21,7 +21,6 @@ from treeattn import TransportError, collectives, communicators
 from treeattn.backends.cpu import MergeOperator, NullOperator
 from treeattn.collectives.executors import compiled, mpi_messages, slots
 from treeattn.collectives.runtime.communicator import Process
-from treeattn.collectives.runtime.progress_thread import ProgressThreadReducer
 from treeattn.collectives.runtime.reducer import ReductionSpec
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
@@ -72,17 +71,6 @@ def interrupted(step):
     signal.signal(signal.SIGINT, before)
     with pytest.raises(treeattn.StateError, match=r"failed|without start"):
         step()
-
-
-def test_ctrl_c_calls_a_thread_back(comm):
-    stuck, threads = reducer(comm, 4), threading.active_count()
-    ahead = ProgressThreadReducer(stuck)
-    if comm.rank == 0 and comm.size > 1:
-        ahead.start()
-        interrupted(ahead.wait)
-    ahead.__exit__(KeyboardInterrupt)
-    assert threading.active_count() == threads
-    comm.Barrier()
 
 
 def test_a_null_operator_merges_nothing(comm):
@@ -311,11 +299,9 @@ def test_after_a_fork_a_step_is_refused(comm):
         step()
 
 
-@pytest.mark.parametrize("threaded", [False, True])
-def test_a_step_that_began_before_a_fork_ends_in_one_process(comm, threaded):
-    """The child's flags and messages would be the parent's; and a thread is not there."""
-    step = over_memory(comm)
-    with ProgressThreadReducer(step) if threaded else step as reducer:
+def test_a_step_that_began_before_a_fork_ends_in_one_process(comm):
+    """The child's flags and messages would be the parent's."""
+    with over_memory(comm) as reducer:
         reducer.start()
         assert in_a_fork(reducer.wait) == 7
         assert in_a_fork(reducer.test) == 7

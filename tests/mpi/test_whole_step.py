@@ -186,7 +186,6 @@ def test_states(comm, planned):
         {"executor": None, "scheme": "kv_ring"},
         {"executor": None, "scheme": "mpi_allreduce"},
         {"groups": 2},
-        {"progress": "thread"},
     ],
 )
 def test_elsewhere_there_are_three_parts(planned, given):

@@ -32,8 +32,8 @@ class Way:
     def decode(self, q, k, v, **given):
         return treeattn.decode(q, k, v, comm=self.comm, scheme=self.how(), **given)
 
-    def planned(self, progress="calls", **shape):
-        return treeattn.Decoder(self.comm, **SHAPE | shape, scheme=self.how(progress=progress))
+    def planned(self, **shape):
+        return treeattn.Decoder(self.comm, **SHAPE | shape, scheme=self.how())
 
     def check(self, results, q, k, v, **rules):
         """Of whole arrays with as many KV heads as heads are grouped over: exact here, equal everywhere."""

@@ -2,32 +2,23 @@
 
 Heads have nothing to do with one another, so a step over some of them is a step of its own. What is gained
 is the time that records travel while this rank has other heads to attend to; what it costs is the latency of
-every round once for each group. Which is larger depends on context, payload and network: `Tried` lets the
-first steps decide. All ranks have equal bits as ever; they are those of a whole step where a schedule folds
-all records alike, and others where it cuts them into chunks, which then hold other heads.
+every round once for each group. Which is larger depends on context, payload and network. All ranks have equal
+bits as ever; they are those of a whole step where a schedule folds all records alike, and others where it
+cuts them into chunks, which then hold other heads.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from treeattn.attention.shape import Shape
 from treeattn.backends.device import Device
-from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.memory import Memory
 from treeattn.collectives.runtime.reducer import Reducer, Sent
 from treeattn.errors import StateError
 from treeattn.partial import Array
-
-#: Numbers of groups that ``groups="auto"`` tries, where the KV heads can be dealt out to them.
-CANDIDATES = (1, 2, 4)
-
-_TRIALS = 5  # steps of each number of groups; the fastest counts, since other programs only add time
 
 
 class Group(NamedTuple):
@@ -136,88 +127,3 @@ class Pipeline(Reducer):
     def _abandon(self) -> None:
         for group in self._groups:
             group.reducer.__exit__(RuntimeError)
-
-
-class Tried(Reducer):
-    """Takes the number of groups whose steps were the fastest of the first ones, on the slowest rank.
-
-    Steps are tried in turn, a few of each; ranks then compare once what they saw. Those in halves count, as
-    other ranks may take them whole, but tell no time: what happens in between is not known here. For
-    schedules that fold all records alike: the results are the same to the bit all along.
-    """
-
-    def __init__(self, pipelines: list[Pipeline], comm: Communicator) -> None:
-        """comm: of the ranks, for one exchange; it is then this object's."""
-        super().__init__(pipelines[0].name)
-        self._pipelines, self._comm = pipelines, comm
-        self.certificate, self.executor = pipelines[0].certificate, pipelines[0].executor
-        self._left: Iterator[int] = iter([*range(len(pipelines))] * _TRIALS)
-        self._seconds = np.full(len(pipelines), np.inf)
-        self._chosen = pipelines[next(self._left)]
-
-    @property
-    def groups(self) -> int:
-        return self._chosen.groups
-
-    @property
-    def sent(self) -> list[tuple[int, int]] | Sent | None:  # type: ignore[override]
-        return self._chosen.sent
-
-    def waits_for(self) -> tuple[str, str]:
-        return self._chosen.waits_for()
-
-    def take(self, q: Array, k: Array, v: Array, lengths: Any = None) -> None:
-        super()._check()
-        self._chosen.take(q, k, v, lengths)
-
-    def _check(self) -> None:
-        super()._check()
-        self._chosen._check()
-
-    def _begin(self) -> None:
-        self._chosen.start()
-
-    def _advance(self) -> bool:
-        return self._chosen.test()
-
-    def _complete(self) -> None:
-        self._chosen.wait()
-        self._go_on(np.inf)
-
-    def _step(self) -> None:
-        start = time.perf_counter()
-        self._chosen()
-        self._go_on(time.perf_counter() - start)
-
-    def _go_on(self, spent: float) -> None:
-        """To the next of them, after the same step on every rank."""
-        if len(self._pipelines) == 1:
-            return
-        index = self._pipelines.index(self._chosen)
-        self._seconds[index] = min(self._seconds[index], spent)
-        following = next(self._left, None)
-        if following is None:
-            self._decide()
-        else:
-            self._chosen = self._pipelines[following]
-
-    def _decide(self) -> None:
-        slowest = np.max(self._comm.allgather(self._seconds), axis=0)
-        self._chosen = self._pipelines[int(slowest.argmin())]
-        self._close_others()
-
-    def _close_others(self) -> None:
-        for pipeline in self._pipelines:
-            if pipeline is not self._chosen:
-                pipeline.close()
-        self._pipelines = [self._chosen]
-        self._comm.free()
-
-    def _release(self) -> None:
-        if len(self._pipelines) > 1:
-            self._close_others()
-        self._chosen.close()
-
-    def _abandon(self) -> None:
-        for pipeline in self._pipelines:
-            pipeline.__exit__(RuntimeError)

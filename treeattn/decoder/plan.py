@@ -21,7 +21,7 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.backends.device import Attention, Device, WholeStep
 from treeattn.collectives import catalog
 from treeattn.collectives.catalog import Selection, executor_over
-from treeattn.collectives.runtime import progress_thread, watchdog
+from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
@@ -65,7 +65,7 @@ def folding(
     how = Reduction.of(scheme)
     selection = selected(how, comm, device)
     plain = Reduction()
-    for name in ("output", "progress", "groups"):
+    for name in ("output", "groups"):
         to_rank_0 = to_root and name == "output" and how.output == "root"
         if getattr(how, name) != getattr(plain, name) and not to_rank_0:
             raise RestrictionError(f"{name}={getattr(how, name)!r} is for treeattn.Decoder, and {because}")
@@ -176,8 +176,6 @@ def plan(comm: Communicator, ask: Callable[[], Request], route: Route | None = N
         request = ask()
         device, shape = request.device, request.shape
         check(request)
-        if request.how.progress == "thread" and comm.library == "mpi":
-            progress_thread.check_threads()
         agreed.must_match = request.settings
         watchdog.limit()
         device.check_shape(shape)
@@ -285,9 +283,7 @@ def _routed(request: Request, buffers: Buffers, reduction: ReductionSpec) -> _Ro
     elif how.groups == 1:
         reducer = reducers.plan(chosen, request.scheme, rounds, reduction, how.executor)
     else:
-        reducer = _pipelined(request, comm, buffers, chosen, rounds, reduction)
-    if how.progress == "thread":
-        reducer = progress_thread.ProgressThreadReducer(reducer)
+        reducer = _pipelined(request, buffers, chosen, rounds, reduction)
     return _Routed(rounds, chosen, reducer, why)
 
 
@@ -379,33 +375,19 @@ def _check_output(row: catalog.Scheme, output: str) -> None:
 
 def _pipelined(
     request: Request,
-    comm: Communicator,
     buffers: Buffers,
     transport: str,
     rounds: Schedule | None,
     reduction: ReductionSpec,
-) -> pipeline.Pipeline | pipeline.Tried:
+) -> pipeline.Pipeline:
     """Attention and reduction by groups of heads. Collective."""
-    shape, device = request.shape, request.device
 
     def reduce(records: Array) -> Reducer:
         part = reduction._replace(buffer=records)
         return reducers.plan(transport, request.scheme, rounds, part, request.how.executor)
 
-    def of(count: int) -> pipeline.Pipeline:
-        scale, records = request.logit_scale, buffers.records
-        return pipeline.Pipeline(pipeline.split(count, shape, scale, records, device, reduce), device.memory)
-
-    if isinstance(request.how.groups, int):
-        return of(request.how.groups)
-    if rounds is None or rounds.chunks > 1:
-        raise RestrictionError(
-            "groups='auto' lets times decide, and so would the bits be decided: in other groups "
-            f"{request.scheme.text} can have others; give a number, or take a schedule of one chunk"
-        )
-    counts = [count for count in pipeline.CANDIDATES if not shape.kv_heads % count]
-    tried = [of(count) for count in counts]
-    return pipeline.Tried(tried, comm.dup()) if len(tried) > 1 else tried[0]
+    given = request.shape, request.logit_scale, buffers.records, request.device
+    return pipeline.Pipeline(pipeline.split(request.how.groups, *given, reduce), request.device.memory)
 
 
 def sinks(rules: Rules, device: Device, records: Array, operator: Operator) -> Callable[[], object] | None:

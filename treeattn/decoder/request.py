@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from treeattn.attention.mask import Rules
-from treeattn.attention.shape import Shape
+from treeattn.attention.shape import Shape, check_number
 from treeattn.backends.device import Device
 from treeattn.collectives import parameters
 from treeattn.collectives.catalog import DEVICES, Scheme, Selection
@@ -43,13 +43,9 @@ class Reduction:
         "replicated": every rank gets all heads. "heads" (schemes `head_scatter`, `head_all_to_all`): rank r
         of p gets the heads r*heads//p up to (r+1)*heads//p. "root" (any schedule): rank 0 gets all heads, the
         others (None, None), for the messages of the schedule that lead to rank 0: half of them in a tree.
-    progress : str
-        What moves messages between `Decoder.begin` and `finish`: "calls" of begin, test and finish, or a
-        "thread", which wants a core of its own (device="cpu").
-    groups : int or "auto"
+    groups : int
         A step is taken apart into so many groups of heads, a divisor of kv_heads, and the records of one
-        travel while the next is attended (device="cpu"); "auto" takes what was the fastest in the first
-        steps.
+        travel while the next is attended (device="cpu").
 
     Raises
     ------
@@ -61,14 +57,12 @@ class Reduction:
     transport: str | None = None
     executor: str | None = None
     output: str = "replicated"
-    progress: str = "calls"
-    groups: int | str = 1
+    groups: int = 1
 
     _CHOICES: ClassVar[dict[str, tuple[str | None, ...]]] = {
         "transport": (*DEVICES, None),
         "executor": (*EXECUTORS, None),
         "output": ("replicated", "heads", "root"),
-        "progress": ("calls", "thread"),
     }
 
     def __post_init__(self) -> None:
@@ -79,8 +73,7 @@ class Reduction:
             if not any(value is choice or value == choice for choice in choices):
                 use = ", ".join(map(repr, choices))
                 raise ArgumentError(f"{name} {value!r:.60} is unknown: use one of {use}")
-        if self.groups != "auto" and not (type(self.groups) is int and self.groups > 0):
-            raise ArgumentError(f"groups {self.groups!r:.60}: a positive whole number, or 'auto', is needed")
+        check_number("groups", self.groups)
 
     @classmethod
     def of(cls, scheme: str | Schedule | Reduction | None) -> Reduction:
@@ -160,22 +153,8 @@ def check(request: Request) -> None:
     """Raise `ArgumentError` or `RestrictionError` where its parts do not go together."""
     if request.reproducible is not None:
         reproducible.check(request)
-    _check_progress(request)
     _check_groups(request)
     _check_rules(request)
-
-
-def _check_progress(request: Request) -> None:
-    """Raise unless the reduction can go on in the way that was asked for."""
-    if request.how.progress == "calls":
-        return
-    if request.device.stream is not None:
-        raise RestrictionError(
-            "progress='thread' is for device='cpu': a GPU's stream goes on by itself, and by way of the host "
-            "test() does it"
-        )
-    if request.scheme.row.fused:
-        raise RestrictionError(f"{request.scheme.text} computes while it communicates: use progress='calls'")
 
 
 def _check_groups(request: Request) -> None:
@@ -183,8 +162,8 @@ def _check_groups(request: Request) -> None:
     groups, kv_heads = request.how.groups, request.shape.kv_heads
     if groups == 1:
         return
-    if isinstance(groups, int) and kv_heads % groups:
-        raise ArgumentError(f"groups = {groups}: a number that divides the {kv_heads} KV heads, or 'auto'")
+    if kv_heads % groups:
+        raise ArgumentError(f"groups = {groups}: a number that divides the {kv_heads} KV heads is needed")
     if request.device.stream is not None:
         raise RestrictionError(
             "groups of heads are for device='cpu': a GPU's stream does one thing at a time"
@@ -193,8 +172,6 @@ def _check_groups(request: Request) -> None:
         raise RestrictionError(
             f"{request.scheme.text} with output={request.how.output!r} cannot be taken apart: use groups=1"
         )
-    if request.how.progress != "calls":
-        raise RestrictionError("groups of heads are looked after within the step: use progress='calls'")
 
 
 def _check_rules(request: Request) -> None:
