@@ -45,8 +45,7 @@ class Scheme:
     ``"baseline"``, which stand in a list of their own, `treeattn.baselines`. Both name the `module` that
     plans them. compiled: it calls the operator's compiled form. fused: attends while it communicates, so it
     has no reduction of its own; its `plan` takes more (`treeattn.baselines`).
-    transports: how its records can travel; none for a schedule whose ranks merge in unlike orders: it runs
-    where the order decides nothing, from the host. elsewhere: what to take on another device, or instead.
+    transports: how its records can travel. elsewhere: what to take on another device.
     """
 
     name: str
@@ -218,13 +217,6 @@ CATALOG: dict[str, Scheme] = {
         Scheme("head_scatter", result="scattered"),
         Scheme("all_gather_merge", restriction=_SQUARE.format(724), aliases=("one_shot",)),
         Scheme(
-            "census",
-            restriction="reproducible= only: ranks merge in unlike orders",
-            transports=(),
-            elsewhere="its ranks merge in unlike orders: take reproducible=, or recursive_doubling",
-            aliases=("bar_noy",),
-        ),
-        Scheme(
             "mpi_allreduce",
             cost="the library's",
             description="whatever the library chooses for this size and machine",
@@ -251,8 +243,8 @@ CATALOG: dict[str, Scheme] = {
 
 
 def names(kind: Literal["schedule", "library"] | None = None) -> list[str]:
-    """All names of what runs without ``reproducible=`` too, or of one kind, in the order of the catalogue."""
-    return [row.name for row in CATALOG.values() if row.transports and kind in (None, row.kind)]
+    """All names, or those of one kind, in the order of the catalogue."""
+    return [row.name for row in CATALOG.values() if kind in (None, row.kind)]
 
 
 def find(name: str, catalog: Mapping[str, Scheme] = CATALOG) -> Scheme:
@@ -356,8 +348,6 @@ def _read(row: Scheme, key: str, value: object) -> Value:
     if parameter.kind == "tree" and not inner.rooted:
         rooted = ", ".join(other.name for other in CATALOG.values() if other.rooted)
         raise ScheduleError(f"{row.name}: {key}={inner.name} gathers at no root; take one of {rooted}")
-    if not inner.transports:
-        raise ScheduleError(f"{row.name}: {key}={inner.name} is a scheme by itself: take recursive_doubling")
     if inner.kind != "schedule":
         raise ScheduleError(f"{row.name}: {key}={inner.name} is a reducer of a library and has no schedule")
     return _spell(inner, inner_given)

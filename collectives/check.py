@@ -51,8 +51,7 @@ class Certificate:
 class Fold(NamedTuple):
     """One merge of `chunks` at a receiver: what the ranks in `sources` held, folded in this order.
 
-    The receiver is one of the sources and stands for its own value. Of a schedule with exclusive transfers,
-    receiver and source size + r are what rank r has received without its own.
+    The receiver is one of the sources and stands for its own value.
     """
 
     chunks: range
@@ -92,11 +91,7 @@ _remembered = functools.lru_cache(maxsize=64)(_prove)
 
 
 class _Prover:
-    """What every holder holds, round by round.
-
-    Holder r is rank r. Where some transfer is exclusive, holder size + r is what rank r has received without
-    its own contribution: nothing at first.
-    """
+    """What every rank holds, round by round."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule, self.size = schedule, schedule.size
@@ -108,8 +103,6 @@ class _Prover:
         self.complete = self.expressions.name(self.everyone)
         self.first_complete = ChunkMap(schedule.chunks, NOTHING)
         self.held = [ChunkMap(schedule.chunks, rank) for rank in range(schedule.size)]
-        if schedule.has_exclusive:
-            self.held += [ChunkMap(schedule.chunks, NOTHING) for _ in range(schedule.size)]
 
     def run(self) -> Proof:
         rounds = self.schedule.rounds
@@ -122,34 +115,32 @@ class _Prover:
         incoming: dict[int, list[Transfer]] = {}
         for transfer in round_:
             self._check_transfer(number, transfer)
-            for holder in range(transfer.dst, len(self.held), self.size):
-                incoming.setdefault(holder, []).append(transfer)
+            incoming.setdefault(transfer.dst, []).append(transfer)
         # Every transfer reads the state before the round: nothing is written until all is read.
         written: list[tuple[int, list[list[Piece]]]] = []
         folds: dict[int, tuple[Fold, ...]] = {}
-        for holder, transfers in incoming.items():
+        for rank, transfers in incoming.items():
             done: list[Fold] = []
-            written.append((holder, self._receive(number, holder, transfers, done)))
+            written.append((rank, self._receive(number, rank, transfers, done)))
             if done:
-                folds[holder] = tuple(_joined(done, {t.chunks.start for t in transfers}))
-        for holder, parts in written:
+                folds[rank] = tuple(_joined(done, {t.chunks.start for t in transfers}))
+        for rank, parts in written:
             for pieces in parts:
-                self.held[holder].write(pieces)
+                self.held[rank].write(pieces)
         return folds
 
     def _receive(
-        self, number: int, holder: int, transfers: list[Transfer], done: list[Fold]
+        self, number: int, rank: int, transfers: list[Transfer], done: list[Fold]
     ) -> list[list[Piece]]:
-        """What `holder` holds after the round, one list per range of chunks; its folds go to `done`."""
-        simple = len(transfers) == 1 and len(self.held) == self.size
-        alone = self._receive_alone(transfers[0], done) if simple else None
+        """What `rank` holds after the round, one list per range of chunks; its folds go to `done`."""
+        alone = self._receive_alone(transfers[0], done) if len(transfers) == 1 else None
         if alone:
             return [alone]
-        return [self._receive_part(number, holder, *part, done) for part in _parts(transfers)]
+        return [self._receive_part(number, rank, *part, done) for part in _parts(transfers)]
 
     def _receive_alone(self, transfer: Transfer, done: list[Fold]) -> list[Piece] | None:
         """One transfer of uniform value: the commonest case, done fast. None if it is another case."""
-        src, dst, chunks, merge, _ = transfer
+        src, dst, chunks, merge = transfer
         theirs = self.held[src].read(chunks.start, chunks.stop)
         if not merge:
             return theirs
@@ -164,25 +155,23 @@ class _Prover:
         return self._named(chunks.start, chunks.stop, expressions.pair(a, b))
 
     def _receive_part(
-        self, number: int, holder: int, first: int, end: int, transfers: list[Transfer], done: list[Fold]
+        self, number: int, rank: int, first: int, end: int, transfers: list[Transfer], done: list[Fold]
     ) -> list[Piece]:
-        """The new pieces of chunks first .. end - 1 at `holder`, all of them touched by all `transfers`."""
+        """The new pieces of chunks first .. end - 1 at `rank`, all of them touched by all `transfers`."""
         if not all(t.merge for t in transfers):
             if len(transfers) > 1:
-                self._conflict(number, transfers[0].dst, first, transfers)
-            copied = self.held[transfers[0].src].read(first, end)
-            return copied if holder < self.size else [(first, end, NOTHING)]
-        sources = [holder, *(t.src if t.inclusive else self.size + t.src for t in transfers)]
+                self._conflict(number, rank, first, transfers)
+            return self.held[transfers[0].src].read(first, end)
+        sources = [rank, *(t.src for t in transfers)]
         columns = [self.held[source].read(first, end) for source in sources]
         lowest = self.expressions.lowest
         pieces = []
         for start, stop, values in aligned(columns):
             self._check_once(number, start, transfers, values)
-            present = (i for i, value in enumerate(values) if value != NOTHING)
-            order = sorted(present, key=lambda i: lowest[values[i]])
+            order = sorted(range(len(values)), key=lambda i: lowest[values[i]])
             done.append(Fold(range(start, stop), tuple(sources[i] for i in order)))
             pieces += self._named(
-                start, stop, self.expressions.fold([values[i] for i in order], holder, number)
+                start, stop, self.expressions.fold([values[i] for i in order], rank, number)
             )
         return pieces
 
@@ -206,11 +195,8 @@ class _Prover:
         self, number: int, chunk: int, transfers: list[Transfer], values: tuple[int, ...]
     ) -> None:
         masks = self.expressions.mask
-        counted = masks[values[0]] if values[0] != NOTHING else 0
+        counted = masks[values[0]]
         for transfer, value in zip(transfers, values[1:], strict=True):
-            if value == NOTHING:
-                what = f"sends what rank {transfer.src} has gathered, which is nothing yet"
-                self._fail(number, transfer, what)
             twice = counted & masks[value]
             if twice:
                 ranks = _some(self.expressions.ranks(twice))
@@ -250,7 +236,7 @@ class _Prover:
         promised = (self.schedule.promised(rank) for rank in range(self.size))
         return [
             held.read(chunks.start, chunks.stop) if chunks else []
-            for held, chunks in zip(self.held, promised, strict=False)
+            for held, chunks in zip(self.held, promised, strict=True)
         ]
 
     def _check_complete(self, final: list[list[Piece]]) -> None:
@@ -285,7 +271,7 @@ class _Prover:
             self._refuse(f"a scattered result needs as many chunks as ranks, not {chunks}")
 
     def _check_transfer(self, number: int, transfer: Transfer) -> None:
-        src, dst, chunks, merge, inclusive = transfer
+        src, dst, chunks, _ = transfer
         size = self.schedule.size
         if not (0 <= src < size and 0 <= dst < size):
             self._fail(number, transfer, f"names a rank outside 0 to {size - 1}")
@@ -295,8 +281,6 @@ class _Prover:
             self._fail(number, transfer, "moves no chunk, or not a contiguous range of them")
         if chunks.start < 0 or chunks.stop > self.schedule.chunks:
             self._fail(number, transfer, f"names a chunk outside 0 to {self.schedule.chunks - 1}")
-        if not (merge or inclusive):
-            self._fail(number, transfer, "overwrites with less than its sender holds: only a merge may")
 
     def _conflict(self, number: int, dst: int, chunk: int, transfers: list[Transfer]) -> NoReturn:
         copies = [t for t in transfers if not t.merge]

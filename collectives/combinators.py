@@ -39,8 +39,7 @@ def side_by_side(*phases: Sequence[Round]) -> tuple[Round, ...]:
 def on_ranks(rounds: Iterable[Round], ranks: Sequence[int]) -> tuple[Round, ...]:
     """The same rounds with rank i replaced by ``ranks[i]``."""
     return tuple(
-        tuple(Transfer(ranks[t.src], ranks[t.dst], t.chunks, t.merge, t.inclusive) for t in round_)
-        for round_ in rounds
+        tuple(Transfer(ranks[t.src], ranks[t.dst], t.chunks, t.merge) for t in round_) for round_ in rounds
     )
 
 

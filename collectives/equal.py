@@ -40,10 +40,7 @@ def _rounds(schedule: Schedule) -> list[Counter[tuple[object, ...]]]:
     """Rounds as sets of messages."""
     whole = schedule.chunks
     return [
-        Counter(
-            (t.src, t.dst, t.chunks.start / whole, t.chunks.stop / whole, t.merge, t.inclusive)
-            for t in round_
-        )
+        Counter((t.src, t.dst, t.chunks.start / whole, t.chunks.stop / whole, t.merge) for t in round_)
         for round_ in schedule.rounds
         if round_
     ]
@@ -78,5 +75,5 @@ def _values(parameter: Parameter, size: int, nodes: Groups | None) -> list[Value
 
 
 def _inner(row: Scheme, parameter: Parameter) -> bool:
-    plain = row.generator is not None and bool(row.transports) and row.parameter("nodes") is None
+    plain = row.generator is not None and row.parameter("nodes") is None
     return plain and row.result == "replicated" and (row.rooted or parameter.kind == "scheme")

@@ -4,8 +4,7 @@ Buffers are a rank's own records, the slots of every rank of its node (memory th
 their owner writes), and a landing place for messages. Where everything lies follows from the schedule alone:
 no exchange is needed. In each round a rank starts its messages, copies what others of its node need into its
 slots and publishes the round; awaits its messages and the rounds that others published; then copies and folds
-what came into its own records. Landing places of a round are used again in the next; at their beginning lies
-what the rank gathers without its own, where the schedule has exclusive transfers.
+what came into its own records. Landing places of a round are used again in the next.
 
 Slots are overwritten without a barrier: there are two sets, for even and for odd steps, and a rank that ends
 a step with a result that depends on another rank knows that this rank began the step, and so was done with
@@ -216,8 +215,7 @@ def of_spec(spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = ()) -
     """Plan this rank's program; node: the ranks that read one another's memory.
 
     Raises `ScheduleError`, before anything is allocated, if the schedule is for another number of ranks or is
-    not a correct reduction, if the buffer does not fit, or if the order of merges decides the bits of a
-    schedule with exclusive transfers.
+    not a correct reduction, or if the buffer does not fit.
     """
     comm: Communicator | nccl.NcclCommunicator = spec.comm
     rank, size = comm.rank, comm.size
@@ -228,29 +226,23 @@ def of_spec(spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = ()) -
         )
     records = spec.records(schedule.name)
     given = schedule, rank, len(records), spec.granularity, tuple(node)
-    made, certificate, messages, exclusive = _planned(*given)
+    made, certificate, messages = _planned(*given)
     bytes_each = records.nbytes // max(len(records), 1)
     sent = [(peer, count * bytes_each) for peer, count in messages]
-    bits = getattr(spec.operator, "bits", certificate.bits)
-    if exclusive and bits == certificate.bits:
-        raise ScheduleError(
-            f"{schedule.name} sends what a rank has gathered without its own, so that ranks merge in unlike "
-            "orders: only reproducible= has one result then; else take another, such as recursive_doubling"
-        )
-    certificate = replace(certificate, bits=bits)
+    certificate = replace(certificate, bits=getattr(spec.operator, "bits", certificate.bits))
     return Planned(schedule.name, certificate, made, records, sent)
 
 
 @lru_cache(maxsize=64)
 def _planned(
     schedule: Schedule, rank: int, count: int, granularity: int, node: tuple[int, ...]
-) -> tuple[Program, Certificate, tuple[tuple[int, int], ...], bool]:
-    """Program, proof, (destination, records) of what the rank sends, and whether transfers are exclusive."""
+) -> tuple[Program, Certificate, tuple[tuple[int, int], ...]]:
+    """Program, proof, and (destination, records) of what the rank sends."""
     proof = prove(schedule)
     own = [each for each in schedule.traffic(count, granularity) if each.src == rank]
     made = plan(schedule, proof, rank, count, granularity=granularity, node=node)
     sent = tuple((each.dst, each.records) for each in own)
-    return made, proof.certificate, sent, schedule.has_exclusive
+    return made, proof.certificate, sent
 
 
 class _Run(NamedTuple):
@@ -261,8 +253,7 @@ class _Run(NamedTuple):
     at: int
 
 
-#: (holder, chunks) -> where that message arrives; holder -> what its slots hold: both of one round. Holders
-#: are those of `check`: rank r, or size + r for what rank r has gathered without its own.
+#: (sender, chunks) -> where that message arrives; rank -> what its slots hold: both of one round.
 _Landed: TypeAlias = dict[tuple[int, range], Region]
 _Slots: TypeAlias = dict[int, list[_Run]]
 
@@ -275,17 +266,15 @@ class _Planner:
     ) -> None:
         self._schedule, self._rank, self._node = schedule, rank, node
         self._rows, self._granularity = rows, granularity
-        self._holders = (rank, schedule.size + rank) if schedule.has_exclusive else (rank,)
-        self._apart = rows * granularity * (len(self._holders) - 1)  # records gathered without its own
         #: Records of a set of slots of each rank of the node, and of the landing place.
-        self.used, self.landing = dict.fromkeys(node, 0), self._apart
+        self.used, self.landing = dict.fromkeys(node, 0), 0
         self._readers: set[int] = set()
         self._writers: set[int] = set()
 
     def round(
         self, number: int, round_: Round, folds: dict[int, tuple[FoldOrder, ...]]
     ) -> Iterator[Instruction]:
-        """The instructions of one round; folds: of each holder."""
+        """The instructions of one round; folds: of each rank."""
         rank = self._rank
         moved = [t for t in round_ if self._concerns(t) and self._own(t.chunks).records]
         near = [t for t in moved if self._near(t)]
@@ -293,13 +282,12 @@ class _Planner:
         slots, landed = self._allot_slots(near), self._land(moved, folds.get(rank, ()))
         for t in far:
             if t.src == rank:
-                yield Send(number, t.dst, self._held(self._holder(t), t.chunks))
+                yield Send(number, t.dst, self._own(t.chunks))
             else:
-                yield Recv(number, t.src, landed[self._holder(t), t.chunks])
-        for holder in self._holders:
-            for first, stop, at in slots.get(holder, ()):
-                source = Region(OWN if holder == rank else LANDING, first, stop - first)
-                yield Copy(number, source._replace(buffer=rank, first=at), source)
+                yield Recv(number, t.src, landed[t.src, t.chunks])
+        for first, stop, at in slots.get(rank, ()):
+            source = Region(OWN, first, stop - first)
+            yield Copy(number, source._replace(buffer=rank, first=at), source)
         readers, writers = {t.dst for t in near if t.src == rank}, {t.src for t in near if t.dst == rank}
         if readers:
             yield Publish(number, tuple(sorted(readers)))
@@ -312,23 +300,11 @@ class _Planner:
                 source = self._source(t.src, t.chunks, landed, slots)
                 if source.buffer != OWN:
                     yield Copy(number, self._own(t.chunks), source)
-        for holder in self._holders:
-            for fold in folds.get(holder, ()):
-                into = self._held(holder, fold.chunks)
-                if into.records:
-                    sources = [self._source(source, fold.chunks, landed, slots) for source in fold.sources]
-                    yield from self._fold(number, into, sources)
-
-    def _fold(self, number: int, into: Region, sources: list[Region]) -> Iterator[Instruction]:
-        """In their order; or `into` first, where another holder folds the same sources, which then stay as
-        they are: of a schedule with exclusive transfers, whose merges may come in any order."""
-        if self._apart:
-            others = [source for source in sources if source != into]
-            if into not in sources:  # nothing has been gathered before
-                yield Copy(number, into, others.pop(0))
-            sources = [into, *others]
-        if len(sources) > 1:
-            yield Fold(number, into, tuple(sources))
+        for fold in folds.get(rank, ()):
+            into = self._own(fold.chunks)
+            if into.records:
+                sources = (self._source(source, fold.chunks, landed, slots) for source in fold.sources)
+                yield Fold(number, into, tuple(sources))
 
     def await_readers(self) -> Iterator[Instruction]:
         """Announce this step to the ranks that this one reads from; await the last one of its readers."""
@@ -343,40 +319,27 @@ class _Planner:
     def _concerns(self, t: Transfer) -> bool:
         return self._rank in (t.src, t.dst) or self._near(t)
 
-    def _holder(self, t: Transfer) -> int:
-        return t.src if t.inclusive else self._schedule.size + t.src
-
     def _own(self, chunks: range) -> Region:
-        return self._held(self._rank, chunks)
-
-    def _held(self, holder: int, chunks: range) -> Region:
-        """Of this rank, by itself or without its own."""
-        part, buffer = (
-            self._schedule.chunk_slice(chunks, self._rows),
-            OWN if holder == self._rank else LANDING,
-        )
-        return Region(buffer, part.start * self._granularity, (part.stop - part.start) * self._granularity)
+        part = self._schedule.chunk_slice(chunks, self._rows)
+        return Region(OWN, part.start * self._granularity, (part.stop - part.start) * self._granularity)
 
     def _allot_slots(self, near: list[Transfer]) -> _Slots:
         """Room for what ranks of the node read from one another: each record that leaves a rank once."""
         leaving: dict[int, set[Region]] = {}
         for t in near:
-            leaving.setdefault(self._holder(t), set()).add(self._own(t.chunks))
+            leaving.setdefault(t.src, set()).add(self._own(t.chunks))
         slots = {}
-        for holder, regions in leaving.items():
-            rank = holder % self._schedule.size
-            slots[holder] = runs = _runs(sorted(regions), self.used[rank])
+        for rank, regions in leaving.items():
+            slots[rank] = runs = _runs(sorted(regions), self.used[rank])
             self.used[rank] = runs[-1].at + runs[-1].stop - runs[-1].first
         return slots
 
     def _land(self, moved: list[Transfer], folds: tuple[FoldOrder, ...]) -> _Landed:
         """Where each message arrives: a copy in its place, unless records there leave in this very round;
         what is folded side by side, in the order of `in_place`."""
-        arriving = {
-            (self._holder(t), t.chunks): t for t in moved if t.dst == self._rank and not self._near(t)
-        }
+        arriving = {(t.src, t.chunks): t for t in moved if t.dst == self._rank and not self._near(t)}
         leaving = {chunk for t in moved if t.src == self._rank for chunk in t.chunks}
-        landed, at = {}, self._apart
+        landed, at = {}, 0
         folded = [(source, fold.chunks) for fold in folds for source in _others(fold, self._rank)]
         for key in dict.fromkeys([*(key for key in folded if key in arriving), *arriving]):
             landed[key] = own = self._own(key[1])
@@ -386,18 +349,18 @@ class _Planner:
         self.landing = max(self.landing, at)
         return landed
 
-    def _source(self, holder: int, chunks: range, landed: _Landed, slots: _Slots) -> Region:
-        """Where the records of `chunks` of a holder are, perhaps among others."""
-        own, rank = self._own(chunks), holder % self._schedule.size
+    def _source(self, rank: int, chunks: range, landed: _Landed, slots: _Slots) -> Region:
+        """Where the records of `chunks` of a rank are, perhaps among others."""
+        own = self._own(chunks)
         if rank == self._rank:
-            return self._held(holder, chunks)
+            return own
         if rank in self._node:
-            run = next(run for run in slots[holder] if run.first <= own.first and own.stop <= run.stop)
+            run = next(run for run in slots[rank] if run.first <= own.first and own.stop <= run.stop)
             return Region(rank, run.at + own.first - run.first, own.records)
         carried, region = next(
             (carried, region)
             for (sender, carried), region in landed.items()
-            if sender == holder and carried.start <= chunks.start and chunks.stop <= carried.stop
+            if sender == rank and carried.start <= chunks.start and chunks.stop <= carried.stop
         )
         return Region(region.buffer, region.first + own.first - self._own(carried).first, own.records)
 

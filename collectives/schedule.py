@@ -37,20 +37,17 @@ class Transfer(NamedTuple):
     """One message: rank `src` sends its value of `chunks` to rank `dst`.
 
     ``merge=True`` folds it into what `dst` holds; ``merge=False`` overwrites (broadcast phases).
-    ``inclusive=False`` sends what `src` has received so far without its own contribution, as in MPI_Exscan;
-    only a merge may.
     """
 
     src: int
     dst: int
     chunks: range = range(1)
     merge: bool = True
-    inclusive: bool = True
 
     @property
     def arrow(self) -> str:
-        """``3->1`` for a merge, ``3=>1`` for a copy, ``3'->1`` for what 3 has gathered without its own."""
-        return f"{self.src}{'' if self.inclusive else chr(39)}{'->' if self.merge else '=>'}{self.dst}"
+        """``3->1`` for a merge, ``3=>1`` for a copy."""
+        return f"{self.src}{'->' if self.merge else '=>'}{self.dst}"
 
 
 class Message(NamedTuple):
@@ -105,11 +102,6 @@ class Schedule:
                 )
 
     @property
-    def has_exclusive(self) -> bool:
-        """Whether ranks keep what they gather apart from what they brought, as some transfers ask."""
-        return not all(t.inclusive for round_ in self.rounds for t in round_)
-
-    @property
     def messages(self) -> int:
         """Transfers in all rounds together (a chunk without records is not sent)."""
         return sum(map(len, self.rounds))
@@ -138,12 +130,8 @@ class Schedule:
 
     def to_json(self) -> str:
         """One line of JSON; `from_json` gives an equal schedule back."""
-        columns = [*_COLUMNS, *(["inclusive"] if self.has_exclusive else [])]
         rounds = [
-            [
-                [t.src, t.dst, t.chunks.start, t.chunks.stop, int(t.merge), int(t.inclusive)][: len(columns)]
-                for t in round_
-            ]
+            [[t.src, t.dst, t.chunks.start, t.chunks.stop, int(t.merge)] for t in round_]
             for round_ in self.rounds
         ]
         return json.dumps(
@@ -152,7 +140,7 @@ class Schedule:
                 "size": self.size,
                 "chunks": self.chunks,
                 "result": self.result,
-                "transfer": columns,
+                "transfer": [*_COLUMNS],
                 "rounds": rounds,
             }
         )
@@ -174,7 +162,7 @@ class Schedule:
         if not isinstance(data["name"], str) or data["result"] not in RESULTS:
             raise _unlike("name, result", f"{_WANTED['name']}; {_WANTED['result']}")
         columns = data.get("transfer", [*_COLUMNS])
-        if columns not in ([*_COLUMNS], [*_COLUMNS, "inclusive"]):
+        if columns != [*_COLUMNS]:
             raise _unlike("transfer", f"{columns!r:.80}; the columns are {', '.join(_COLUMNS)} in this order")
         rounds = _rounds(data["rounds"])
         return Schedule(data["name"], data["size"], data["chunks"], rounds, data["result"])
@@ -187,9 +175,7 @@ def _is_whole(number: object) -> bool:
 def _is_transfer(entry: object) -> bool:
     if not isinstance(entry, Transfer) or type(entry.chunks) is not range:
         return False
-    return (
-        _is_whole(entry.src) and _is_whole(entry.dst) and {type(entry.merge), type(entry.inclusive)} == {bool}
-    )
+    return _is_whole(entry.src) and _is_whole(entry.dst) and type(entry.merge) is bool
 
 
 def _rounds(data: Any) -> tuple[Round, ...]:
@@ -201,18 +187,13 @@ def _rounds(data: Any) -> tuple[Round, ...]:
                 what = f"round {number}: {row!r:.80} is no transfer"
                 raise _unlike("rounds", f"{what}; {_WANTED['rounds']}")
     return tuple(
-        tuple(
-            Transfer(src, dst, range(first, end), *map(bool, merge_and_own))
-            for src, dst, first, end, *merge_and_own in round_
-        )
+        tuple(Transfer(src, dst, range(first, end), bool(merge)) for src, dst, first, end, merge in round_)
         for round_ in data
     )
 
 
 def _is_row(row: Any) -> bool:
-    if not isinstance(row, list) or len(row) not in (5, 6):
-        return False
-    return all(map(_is_whole, row[:4])) and all(flag in (0, 1) for flag in row[4:])
+    return isinstance(row, list) and len(row) == 5 and all(map(_is_whole, row[:4])) and row[4] in (0, 1)
 
 
 def _unlike(key: str, what: str) -> ScheduleError:

@@ -15,7 +15,7 @@ CATALOG = catalog.CATALOG | BASELINES
 
 def schemes() -> list[str]:
     """Every name that ``scheme=`` takes."""
-    return [name for name, row in CATALOG.items() if row.transports]
+    return [*CATALOG]
 
 
 def select(scheme: str | Schedule) -> Selection:

@@ -127,8 +127,7 @@ def _contributions(schedule: Schedule) -> Iterator[list[float]]:
         for t in round_:
             for chunk in t.chunks:
                 kept = held[t.dst][chunk] if t.merge else 0
-                sent = before[t.src][chunk] if t.inclusive else before[t.src][chunk] & ~(1 << t.src)
-                held[t.dst][chunk] = kept | sent
+                held[t.dst][chunk] = kept | before[t.src][chunk]
         yield [_mean(schedule, rank, masks) for rank, masks in enumerate(held)]
 
 

@@ -71,7 +71,6 @@ class _Lanes:
         self.lane = {rank: at for at, rank in enumerate(self.order)}
         self.node = parameters.node_of(nodes)
         self.columns = [_packed(self._arrows(round_)) for round_ in schedule.rounds]
-        self.apart = schedule.has_exclusive
         self.label = max(len(f"node {len(nodes)}") if len(nodes) > 1 else 0, 5)
 
     def header(self) -> Iterator[str]:
@@ -90,8 +89,7 @@ class _Lanes:
 
     def legend(self) -> str:
         between = "; ┃ ┇ between nodes" if len(self.nodes) > 1 else ""
-        apart = "; ' without the sender's own" if self.apart else ""
-        return f"● sends, ▲ ▼ receives; │ merge, ┊ copy{between}{apart}"
+        return f"● sends, ▲ ▼ receives; │ merge, ┊ copy{between}"
 
     def _cells(self, lane: float, empty: str) -> str:
         rounds = (

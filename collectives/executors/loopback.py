@@ -24,19 +24,17 @@ def run(schedule: Schedule, partials: Sequence[Array], operator: Operator) -> li
     folds_of = prove(schedule).folds
     held = [np.array(partial, order="C") for partial in partials]
     records = len(held[0])
-    if schedule.has_exclusive:  # what each rank has received without its own, once there is something
-        held += [np.empty_like(array) for array in held]
     for round_, folds in zip(schedule.rounds, folds_of, strict=True):
         before = [array.copy() for array in held]
         for transfer in round_:
             if not transfer.merge:
                 part = schedule.chunk_slice(transfer.chunks, records)
                 held[transfer.dst][part] = before[transfer.src][part]
-        for holder, its_folds in folds.items():
+        for rank, its_folds in folds.items():
             for chunks, sources in its_folds:
                 part = schedule.chunk_slice(chunks, records)
                 if part.stop > part.start:  # a chunk without records is not sent
-                    held[holder][part] = _folded([before[source][part] for source in sources], operator)
+                    held[rank][part] = _folded([before[source][part] for source in sources], operator)
     own = (schedule.chunk_slice(schedule.promised(rank), records) for rank in range(schedule.size))
     return [array[part] for array, part in zip(held, own, strict=False)]
 

@@ -62,7 +62,6 @@ BAD = {
         --layout sizes=4096,zero                            | sizes are whole numbers
         --layout spiral                                     | choose one of contiguous
         --scheme binary_three                               | there is no scheme 'binary_three'
-        --scheme census                                     | census is not run here
         --scheme k_ary_tree:radix=0                         | radix=0 is not allowed
         --scheme k_ary_tree:depth=3                         | has no parameter 'depth'
         --scheme hierarchical:nodes=1+2                     | hold 3 ranks, but there are 1

@@ -108,20 +108,6 @@ def test_output_at_the_root_of_a_call(comm):
             treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=how)
 
 
-def test_census_is_not_run_where_the_order_of_merges_decides_bits(comm):
-    q, k, v, run = made_up(comm, tokens=40)
-    assert "census" not in treeattn.schemes()
-    assert "census" not in collectives.names()
-    with pytest.raises(treeattn.RestrictionError, match="census is not run here: its ranks merge in unlike"):
-        treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme="census")
-    own = replace(collectives.build("census", comm.size), name="mine")
-    if own.has_exclusive:  # from 3 ranks on
-        with pytest.raises(
-            treeattn.ScheduleError, match="mine sends what a rank has gathered without its own"
-        ):
-            treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=own)
-
-
 def test_the_command_counts_what_is_sent(comm):
     """Four heads with three queries on a ring: chunks are cut between heads, and empty ones are not sent."""
     from treeattn.cli.decode import _wire

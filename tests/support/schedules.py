@@ -25,7 +25,7 @@ from treeattn.collectives import (
 from treeattn.errors import ScheduleError
 
 SIZES = st.integers(1, 8)
-CHANGES = ["drop", "double", "src", "dst", "turn", "merge", "inclusive", "chunks", "round", "swap"]
+CHANGES = ["drop", "double", "src", "dst", "turn", "merge", "chunks", "round", "swap"]
 
 
 def cut(draw: Any, ranks: list[int]) -> tuple[tuple[int, ...], ...]:
@@ -158,7 +158,6 @@ def mutated(draw, schedule):
         "dst": [t._replace(dst=rank)],
         "turn": [t._replace(src=t.dst, dst=t.src)],
         "merge": [t._replace(merge=not t.merge)],
-        "inclusive": [t._replace(inclusive=not t.inclusive)],
         "chunks": [t._replace(chunks=range(first, draw(st.integers(first + 1, schedule.chunks))))],
         "round": [],
         "swap": [t],
@@ -185,11 +184,8 @@ class Case(NamedTuple):
 
 @st.composite
 def cases(draw, sizes=SIZES):
-    """Reductions over any nodes; there may be fewer records than chunks.
-
-    A mutant with exclusive transfers is refused where the order of merges decides the bits, as census is.
-    """
-    schedule = draw(schedules(sizes).filter(lambda schedule: not schedule.has_exclusive))
+    """Reductions over any nodes; there may be fewer records than chunks."""
+    schedule = draw(schedules(sizes))
     granularity = draw(st.sampled_from([1, 1, 1, 2, 3]))
     rows = draw(st.one_of(st.integers(1, 9), st.just(2 * schedule.chunks)))
     nodes = draw(node_groups(schedule.size))

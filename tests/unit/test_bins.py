@@ -13,7 +13,7 @@ from treeattn import bins, collectives
 from treeattn.backends import cpu
 from treeattn.collectives.executors import loopback
 
-SCHEMES = [name for name in (*collectives.names("schedule"), "census") if name != "head_scatter"]
+SCHEMES = [name for name in collectives.names("schedule") if name != "head_scatter"]
 
 
 def words(rng, count, v_dim):

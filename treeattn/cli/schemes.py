@@ -30,7 +30,7 @@ def command(output: Output) -> None:
 
 def _identical(scheme: Scheme) -> str:
     how = "" if scheme.kind == "schedule" else "measured"
-    return identical(how, None if scheme.scattered else bool(scheme.transports))
+    return identical(how, None if scheme.scattered else True)
 
 
 def _with_parameters(scheme: Scheme) -> str:

@@ -272,8 +272,7 @@ def _routed(request: Request, buffers: Buffers, reduction: ReductionSpec) -> _Ro
     """What reduces the records: a library or a baseline, an executor of a schedule, or groups of these."""
     row, how, comm = request.scheme.row, request.how, reduction.comm
     _check_output(row, how.output)
-    any_order, device = request.reproducible is not None, request.device.name
-    chosen = reducers.choose(device, how.transport, row, comm.size, comm.library, any_order=any_order)
+    chosen = reducers.choose(request.device.name, how.transport, row, comm.size, comm.library)
     rounds, why = _rounds(request.scheme, how, reduction, chosen)
     reducer: Reducer
     if row.fused:

@@ -37,26 +37,14 @@ _CHOICES = {
 }
 
 
-def choose(
-    device: str,
-    transport: str | None,
-    scheme: Scheme,
-    size: int,
-    library: str = "mpi",
-    *,
-    any_order: bool = False,
-) -> str:
+def choose(device: str, transport: str | None, scheme: Scheme, size: int, library: str = "mpi") -> str:
     """The transport of a scheme over `size` ranks: the one that is named if it serves, or the only one.
-    library: whose messages the ranks send, as `Communicator.library`. any_order: that of merges decides no
-    bit.
+    library: whose messages the ranks send, as `Communicator.library`.
 
     Raises `TransportError`, which lists what would serve; `RestrictionError` where the scheme is not for
-    the device or for records that merge in one order.
+    the device.
     """
-    transports = scheme.transports or ("mpi",) * any_order
-    if not transports:
-        raise RestrictionError(f"{scheme.name} is not run here: {scheme.elsewhere}")
-    serving = [name for name in transports if DEVICES[name] == device]
+    serving = [name for name in scheme.transports if DEVICES[name] == device]
     if library != "mpi" and serving and scheme.module and serving[0] in _BY_MPI:
         raise RestrictionError(
             f"{scheme.name} is made of MPI's own calls, and these ranks are {library}.distributed's: take a "

@@ -44,11 +44,7 @@ def _values(row: Scheme, parameter: Parameter) -> list[Any]:
     if parameter.kind == "tree":
         return [other.name for other in CATALOG.values() if other.rooted]
     if parameter.kind == "scheme":
-        return [
-            other.name
-            for other in CATALOG.values()
-            if other.kind == "schedule" and other.transports and other is not row
-        ]
+        return [other.name for other in CATALOG.values() if other.kind == "schedule" and other is not row]
     if parameter.kind == "nodes":
         return list(placements(4))
     if parameter.kind == "integers":
@@ -58,7 +54,7 @@ def _values(row: Scheme, parameter: Parameter) -> list[Any]:
 
 def _variants() -> Iterator[tuple[str, dict[str, Any]]]:
     for row in CATALOG.values():
-        if row.kind != "schedule" or not row.transports:
+        if row.kind != "schedule":
             continue
         yield row.name, {}
         on_nodes = row.parameter("nodes") is not None
@@ -71,9 +67,6 @@ def _variants() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 VARIANTS = list(_variants())
-
-#: Those that run with ``reproducible=`` alone.
-STUDIED = [row.name for row in CATALOG.values() if row.kind == "schedule" and not row.transports]
 
 
 def label(variant: tuple[str, dict[str, Any]]) -> str:

@@ -11,7 +11,7 @@ from itertools import takewhile
 from pathlib import Path
 
 import pytest
-from catalog_variants import SIZES, STUDIED, VARIANTS, at_size, blocks, label
+from catalog_variants import SIZES, VARIANTS, at_size, blocks, label
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +23,7 @@ from treeattn.collectives.catalog import CATALOG, Scheme, complete, select
 from treeattn.collectives.schedule import TRANSFER_LIMIT
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 
-SCHEDULES = [*names("schedule"), *STUDIED]
+SCHEDULES = names("schedule")
 ON_NODES = [row.name for row in CATALOG.values() if row.parameter("nodes")]
 ROOTED = [row.name for row in CATALOG.values() if row.rooted]
 
@@ -31,7 +31,7 @@ ROOTED = [row.name for row in CATALOG.values() if row.rooted]
 # Every scheme, every size
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, *((name, {}) for name in STUDIED)], ids=label)
+@pytest.mark.parametrize("variant", VARIANTS, ids=label)
 def test_every_scheme_is_an_exact_reduction_at_every_size(variant):
     name, params = variant
     served = []
@@ -54,7 +54,7 @@ def test_every_scheme_is_an_exact_reduction_at_every_size(variant):
 
 def is_exact(schedule, name, size):
     certificate = check(schedule)
-    assert certificate.determinism in ("A", "C") or name in STUDIED, f"on {size} ranks"
+    assert certificate.determinism in ("A", "C"), f"on {size} ranks"
     assert schedule.size == size
     assert schedule.name.split(":")[0] == name
     assert certificate.messages == schedule.messages
@@ -114,7 +114,7 @@ def test_rooted_schemes_gather_at_rank_0_then_copy_back(name, size):
 
 
 def test_names_lists_schedules_and_libraries():
-    assert names() == [name for name in CATALOG if name not in STUDIED]
+    assert names() == [*CATALOG]
     assert set(names("schedule")) | set(names("library")) == set(names())
     assert all(isinstance(name, str) for name in names())
     assert {"binary_tree", "ring", "head_scatter"} <= set(names("schedule"))
@@ -219,7 +219,6 @@ BAD_STRINGS = [
     ("hierarchical:inner=ring", "inner=ring gathers at no root; take one of {rooted}"),
     ("hierarchical:inner=(k_ary_tree:radix=0)", "k_ary_tree: radix=0 is not allowed"),
     ("hierarchical:outer=rung", "there is no scheme 'rung'; did you mean ring?"),
-    ("hierarchical:outer=census", "outer=census is a scheme by itself: take recursive_doubling"),
     ("hierarchical:outer=mpi_allreduce", "outer=mpi_allreduce is a reducer of a library"),
 ]
 

@@ -11,7 +11,6 @@ from itertools import combinations, pairwise
 from pathlib import Path
 
 import pytest
-from catalog_variants import STUDIED
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +21,7 @@ from treeattn.collectives.drawings import text as draw
 from treeattn.errors import RestrictionError, ScheduleError
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
-SCHEDULES = [*names("schedule"), *STUDIED]
+SCHEDULES = names("schedule")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
@@ -87,16 +86,6 @@ round     1     2     3     4
 ● sends, ▲ ▼ receives; │ merge, ┊ copy
 """
     )
-
-
-def test_drawings_mark_what_leaves_out_the_senders_own():
-    schedule = build("census", 3)
-    text = draw.text(schedule)
-    assert "round 2: 1'->0, 2'->1, 0'->2" in text
-    assert text.endswith("┊ copy; ' without the sender's own\n")
-    assert "without the sender's own" not in draw.text(build("chain", 3))
-    titles = [path.find(f"{SVG}title").text for path in arrows(parsed(schedule))]
-    assert titles[3].startswith("round 2: 1'->0")
 
 
 def test_text_marks_chunks_and_nodes():

@@ -5,15 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.partials import partials
 from tests.support.program_model import Model, Stuck, programs
 from tests.support.reducer_contract import HEAD_DIM, OPERATOR, plain, promised, wanted
-from tests.support.schedules import Case, cases, node_groups
-from treeattn import bins
-from treeattn.backends.cpu import BinsOperator
-from treeattn.collectives import Schedule, Transfer, build, check, on_ranks
+from tests.support.schedules import Case, cases
+from treeattn.collectives import Schedule, Transfer, build, check
 from treeattn.collectives.program import LANDING, OWN, Await, Copy, Fold, Publish, Send, in_place
 
 TWO_NODES = ((0, 1), (2, 3))
@@ -92,32 +89,6 @@ def test_a_round_that_does_not_wait_for_its_messages_is_seen(scheme):
         for p in made
     ]
     assert in_some_order(case, careless)
-
-
-@given(cases(), st.integers(3, 8), st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
-def test_what_a_rank_gathers_without_its_own_has_a_place_of_its_own(case, size, data):
-    """Records that merge in any order: over any nodes, ranks in any places, in any order of theirs."""
-    order = data.draw(st.permutations(range(size)))
-    if data.draw(st.booleans()):
-        chunks, rounds = 1, build("census", size).rounds
-    else:  # the last rank's halves come one by one; what has come of them leaves beside it all
-        chunks, last, down = 2, size - 1, tuple(Transfer(0, rank, range(2), False) for rank in range(1, size))
-        halves = tuple((Transfer(last, 1, range(half, half + 1)),) for half in range(2))
-        rest = tuple(Transfer(rank, 0, range(2)) for rank in (1, *range(2, last)))
-        apart = Transfer(1, 0, range(2), inclusive=False)
-        rounds = (rest, *halves, (apart,), down)
-    case = case._replace(
-        schedule=Schedule("own", size, chunks, on_ranks(rounds, order)), nodes=data.draw(node_groups(size))
-    )
-    operator, draw = BinsOperator(HEAD_DIM), np.random.default_rng(case.seed)
-    shape = 5, size, case.records, operator.width
-    steps = draw.integers(-(1 << 63), 1 << 63, shape, np.int64)
-    bins._exponents(steps)[...] = draw.integers(-200, 200, (*shape[:-1], 2))
-    model = Model(programs(case), operator, case.records, case.seed)
-    for held, values in zip(model.run(steps), steps, strict=True):
-        for rank, of_rank in enumerate(wanted(case, list(values), operator)):
-            np.testing.assert_array_equal(promised(case, rank, held[rank]), of_rank)
 
 
 def test_schemes_for_nodes_exchange_once_between_two_nodes():

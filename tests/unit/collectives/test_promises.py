@@ -443,17 +443,3 @@ def test_uneven_nodes_of_many_sizes_round_their_cuts():
     schedule = build("uneven_nodes", sum(nodes), nodes=nodes)
     assert schedule.chunks == TRANSFER_LIMIT < lcm(*nodes)
     assert check(schedule).determinism == "A"
-
-
-# To study
-
-
-def test_census_takes_the_fewest_rounds_for_any_number_of_ranks():
-    for size in (*SIZES, 100, 129):
-        schedule = build("census", size)
-        known = check(schedule)
-        assert known.rounds == known.depth == ceil(log2(size))
-        assert known.messages == known.volume == size * known.rounds
-        for round_ in schedule.rounds:
-            assert sorted(t.src for t in round_) == sorted(t.dst for t in round_) == list(range(size))
-        assert known.determinism == ("none" if size > 2 else "A")

@@ -100,15 +100,6 @@ def test_json_needs_no_columns_and_takes_true_for_1():
     assert Schedule.from_json(json.dumps(data)) == pair
 
 
-def test_json_says_what_leaves_out_the_senders_own():
-    apart = Schedule("apart", 2, 1, ((Transfer(1, 0), Transfer(0, 1)), (Transfer(1, 0, inclusive=False),)))
-    assert Schedule.from_json(apart.to_json()) == apart
-    assert json.loads(apart.to_json())["transfer"][-1] == "inclusive"
-    whole = json.loads(Schedule("pair", 2, 1, PAIR).to_json())
-    assert "inclusive" not in whole["transfer"]
-    assert {len(row) for round_ in whole["rounds"] for row in round_} == {5}
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", "{", "[" * 100_000])
 def test_text_that_is_not_a_schedule_is_refused(text):
     with pytest.raises(ScheduleError, match="not the JSON of a schedule"):

@@ -38,7 +38,7 @@ class Style(NamedTuple):
     marker: str
 
 
-_PLACES = {name: place for place, name in enumerate(name for name, row in CATALOG.items() if row.transports)}
+_PLACES = {name: place for place, name in enumerate(CATALOG)}
 _NEUTRAL = {name: Style("#767676", "h") for name in (SUM, NCCL_SUM)} | {NULL: Style("#a0a0a0", "d")}
 
 
