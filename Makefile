@@ -29,6 +29,7 @@
 #                 test-cluster tests such clusters
 #   .venv/.torch  torch (for processors) and transformers, with which `test` runs what it skips without them
 #   amd-compiler  Debian's compiler for AMD's GPUs (root), for which the compile matrix then compiles too
+#   gpu           times and tests of a GPU, which must be there; FAMILIES='tests trees', GPU_TAR=FILE for all in one
 #   venv, clean   make the environment of the tests; remove all that was made
 #
 # Variables: PY the Python to build on; EXTRAS the MPI runtime to install (`mpi` where the site has its
@@ -60,7 +61,7 @@ torchrun = OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo timeout -k 10 1800 $(BIN)/tor
 	-m pytest -p no:pytest_mpi -x -q tests/huggingface
 
 .PHONY: help demo test test-quick test-deep test-models test-kernels test-changed-kernels test-mpi test-openmpi test-abi test-cluster
-.PHONY: slurm-test faults mutants soak test-bits bits-model fuzz fuzz-kernels fuzz-guided fuzz-hours fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
+.PHONY: gpu slurm-test faults mutants soak test-bits bits-model fuzz fuzz-kernels fuzz-guided fuzz-hours fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
 .PHONY: docs venv amd-compiler clean
 
 help:
@@ -178,6 +179,9 @@ test-bits: .venv/.tests
 	    echo "== $$n ranks"; TREEATTN_BITS_CASES=60 $(call job,$$n) tests/mpi/test_reproducible.py || exit 1; \
 	done
 
+gpu: .venv/.tests
+	$(BIN)/python benchmarks/gpu.py $(FAMILIES) $(if $(GPU_TAR),--tar $(GPU_TAR))
+
 faults: .venv/.tests .venv/.torch .venv-openmpi/.tests
 	$(BIN)/python -m tests.faults
 
@@ -279,7 +283,7 @@ lint: .venv/.lint
 	MYPYPATH=jobs $(BIN)/mypy --scripts-are-modules jobs/emulated_cluster jobs/collect.py
 	$(BIN)/codespell
 	$(BIN)/clang-format --dry-run --Werror kernels/cpu/*.c kernels/cpu/*.h kernels/cuda/*.cu* tests/emulator/*.h tests/emulator/*/*.h tests/faults/*.c jobs/emulation/*.c
-	$(BIN)/shellcheck .ci/run benchmarks/*.sh tests/fuzz/sanitized_cc jobs/*.sh jobs/*.sbatch jobs/sites/*.sh jobs/emulation/remote_shell jobs/emulation/slurm tests/slurm/install.sh
+	$(BIN)/shellcheck .ci/run tests/fuzz/sanitized_cc jobs/*.sh jobs/*.sbatch jobs/sites/*.sh jobs/emulation/remote_shell jobs/emulation/slurm tests/slurm/install.sh
 
 # The package from a wheel, in its own environment, away from the checkout.
 wheel-test: .venv/.tests

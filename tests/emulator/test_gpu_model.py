@@ -1,4 +1,4 @@
-"""A model on one emulated GPU: what is not served, no array in the wrong place, a first day's step."""
+"""A model on one emulated GPU: what is not served, and no array in the wrong place."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from gpu_day import model
 from mpi4py import MPI
 
 from tests.support.models import PROMPT, write_model
@@ -99,18 +98,3 @@ def test_arrays_of_the_host_and_of_the_gpu_are_never_mixed(
     refused = (TypeError, AttributeError, TreeattnError)  # the last: of another kind, as all ranks are told
     with pytest.raises(refused, match="DeviceArray|array of the (host|device)|buffer"):
         logits(path, "cuda", MPI.COMM_SELF if mistake.startswith("MPI") else None)
-
-
-@pytest.mark.parametrize("case", [model.CASES[2], model.CASES[4]], ids=["drafts", "sharded"])
-def test_the_same_model_says_the_same(case: model.Case, tmp_path: Path) -> None:
-    row = model.compare(MPI.COMM_SELF, case, tmp_path)
-    assert not model.wrong(row)
-    assert sorted(row["largest_difference"]) == ["processor", *["transformers"] * (not case.changes)]
-    assert sum(row["accepted"]) > 0 or not case.drafts
-
-
-@pytest.mark.parametrize("difference", [2e-4, np.nan])
-def test_another_model_is_told(difference: float) -> None:
-    row = {"same_tokens": True, "largest_difference": {"processor": 0.0, "transformers": difference}}
-    assert model.wrong(row)
-    assert model.wrong({"same_tokens": False, "largest_difference": {"processor": 0.0}})

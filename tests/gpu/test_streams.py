@@ -11,8 +11,8 @@ import os
 
 import numpy as np
 import pytest
-from gpu_day.streams import Streams
 
+from tests.gpu.rank_streams import Streams
 from treeattn import collectives
 from treeattn.backends import cpu
 from treeattn.backends.cuda import cupy_runtime

@@ -6,7 +6,6 @@ import os
 
 import numpy as np
 import pytest
-from gpu_day import node as gpu_node
 from test_cuda import (
     CASE,
     REPLICATED,
@@ -21,7 +20,6 @@ import treeattn
 from tests.emulator.cases import Case
 from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
-from tests.emulator.stopwatch import SECONDS_PER_LAUNCH, EmulatorStopwatch
 from treeattn import collectives, communicators
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.cli import doctor_gpu
@@ -276,19 +274,6 @@ def test_a_rank_that_does_not_come_is_named(comm, runtime, monkeypatch):
             decoder.close()
     comm.Barrier()
     withdraw(runtime)
-
-
-def test_the_timer_of_a_node(comm, monkeypatch):
-    """Many steps in one graph of each rank: a reduction is one launch with its division, a step two."""
-    stopwatch = EmulatorStopwatch(20_000)
-    monkeypatch.setattr(cupy_runtime, "current", lambda: stopwatch.runtime)
-    one_launch = SECONDS_PER_LAUNCH * 1e6
-    small = {"count": 3, "laps": 2}
-    reduced = gpu_node.reduction(comm, stopwatch, "all_gather_merge", **small)
-    assert reduced["laps"] == pytest.approx([one_launch] * 2)
-    step = gpu_node.step(comm, stopwatch, "all_gather_merge", tokens=16 * comm.size, **small)
-    assert step["laps"] == pytest.approx([2 * one_launch] * 2)
-    assert stopwatch.runtime.graph_launches == 2 * 3
 
 
 def test_the_trial_of_doctor(comm, runtime, monkeypatch, capsys):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
 from pathlib import Path
 
 import click
@@ -189,12 +188,3 @@ def test_a_table_shows_the_rows_and_columns_that_are_named(fill_tables, tmp_path
     assert "Not measured yet." in fill_tables.filled(f"{waiting}\n<!-- end -->")
     with pytest.raises(FileNotFoundError):
         fill_tables.filled(f"{waiting.replace('gpu_', '')}\n<!-- end -->")
-
-
-def test_every_step_of_the_first_day_has_its_line():
-    listed = subprocess.run(
-        [ROOT / "benchmarks/gpu_day.sh", "--list"], capture_output=True, text=True, check=True
-    )
-    cells = re.findall(r"^\| (`.*?`) \| .* \|$", (ROOT / "docs/on-a-gpu.md").read_text(), re.MULTILINE)
-    steps = [word for cell in cells for word in re.findall(r"`(\w+)`", cell)]
-    assert sorted(listed.stdout.split()) == sorted(steps)

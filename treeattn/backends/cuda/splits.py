@@ -15,8 +15,7 @@ partials that the last block of each level reads. Heads of more than 256 channel
 a launch of its own, `next_launch` behind the first: P is then what one multiprocessor of those that take part
 reads, and all of them read no more at a time than the L2 cache gives.
 
-The constants lie in splits.json beside this file, with the device that they were measured on, if they were:
-``benchmarks/gpu_splits.py`` measures and writes them.
+The constants lie in splits.json beside this file, with the device that they were measured on, if they were.
 """
 
 from __future__ import annotations
@@ -106,8 +105,7 @@ def shipped() -> Constants:
             raise ValueError("each must be above 0")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise BackendError(
-            f"{CONSTANTS_FILE} of treeattn.backends.cuda: {error}; reinstall treeattn, or run "
-            "benchmarks/gpu_splits.py"
+            f"{CONSTANTS_FILE} of treeattn.backends.cuda: {error}; reinstall treeattn"
         ) from error
     return constants
 

@@ -1,18 +1,9 @@
-"""The reduction over peer memory without its links: the ranks of a node as streams of one GPU.
-
-    python -m gpu_day.streams --json FILE
-
-K steps of every rank in one CUDA graph each, all graphs in flight at once; a step is what the last of them
-took, by events of the device, over K. The same protocol as between GPUs, with the L2 cache for NVLink.
-"""
+"""The ranks of a node as streams of one GPU, all in flight at once: the L2 cache stands for the links."""
 
 from __future__ import annotations
 
-import statistics
-import sys
 from typing import Any, Self
 
-import harness
 import numpy as np
 
 from treeattn import collectives
@@ -22,7 +13,6 @@ from treeattn.collectives import program
 from treeattn.collectives.check import prove
 from treeattn.collectives.schedule import Schedule
 
-SCHEMES = ("all_gather_merge", "recursive_doubling", "binary_tree", "reduce_scatter_gather")
 HEAD_DIM = 128
 
 
@@ -102,21 +92,3 @@ def microseconds(
         if any(late):
             raise SystemExit(f"{scheme}: a rank waited in vain: {late}")
         return found[1:]
-
-
-def main() -> None:
-    options = harness.options(__doc__, required=True)
-    if problem := cupy_runtime.problem():
-        sys.exit(f"streams.py: {problem}")
-    rows: list[dict[str, Any]] = []
-    for size in (2, 8):
-        for records in (16, 128):
-            for scheme in SCHEMES:
-                laps = microseconds(scheme, size, records)
-                rows.append({"scheme": scheme, "ranks": size, "records": records, "microseconds": laps})
-                options.write({"rows": rows})
-                print(f"{scheme}, {size} ranks, {records} records: {statistics.median(laps):.2f} us a step")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,55 @@
+"""`make gpu` on the emulator: every kind of shape over a few tokens; families that fail or hang."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import gpu
+import pytest
+
+from .raw_module import compiler_problem
+from .stopwatch import SECONDS_PER_LAUNCH, EmulatorStopwatch
+
+SHAPES = [
+    gpu.Shape(2, 2, 40),
+    gpu.Shape(8, 2, 40),
+    gpu.Shape(16, 1, 40, head_dim=576, latent=True),
+    gpu.Shape(8, 2, 40, dtype="float8_e4m3fn"),
+    gpu.Shape(4, 1, 40, nodes=7),
+    gpu.Shape(8, 2, 64, page=gpu.PAGE),
+    gpu.Shape(8, 2, 40, batch=3),
+]
+
+
+@pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_kind_of_shape_is_timed(shape: gpu.Shape) -> None:
+    (row,) = gpu.time_shapes(EmulatorStopwatch(20_000), [shape], 1)
+    microseconds = row["microseconds"] / (SECONDS_PER_LAUNCH * 1e6)
+    assert microseconds == pytest.approx(
+        round(microseconds)
+    )  # launches: attention, its merge if any, the finish
+    assert 2 <= microseconds <= 3
+    assert row["percent_of_copy_rate"] > 0
+    assert row["torch"] is not None or row["torch_microseconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("program", "limit", "code", "result"),
+    [
+        ("print('{\"a\": 1}')", 120, 0, [{"a": 1}]),
+        ("raise SystemExit('no')", 120, 1, ["no"]),
+        ("import time; time.sleep(600)", 1, None, None),
+    ],
+)
+def test_a_family_that_fails_or_hangs_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, limit: int, code: int | None, result: Any
+) -> None:
+    (tmp_path / "family.py").write_text(program)
+    monkeypatch.setitem(gpu.COMMANDS, "doctor", (limit, f"{{python}} {tmp_path}/family.py"))
+    found = gpu.run("doctor", sys.executable, tmp_path)
+    assert found["exit_code"] == code
+    assert found["result"] == result or "timed out" in found["result"][0]
+    assert [path.name for path in tmp_path.iterdir()] == ["family.py"]
