@@ -51,6 +51,10 @@ BIN    := .venv/bin
 CACHE  := tests/data/smollm2_layer17_4096
 SOURCES := setup.cfg pyproject.toml
 
+# Of `pip install -e`: the checkout as a path, since before setuptools' own finder a program beside a clone named
+# treeattn finds the clone, as an empty namespace. A variable, which a pip older than 22.1 passes over.
+export PIP_CONFIG_SETTINGS := editable_mode=compat
+
 PYTEST := $(BIN)/python -m pytest -q
 PARTS  := $(BIN)/python tools/parts.py
 # A job of $(1) ranks; `timeout` ends one that hangs in a way no test can see.
@@ -62,7 +66,7 @@ torchrun = OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo timeout -k 10 1800 $(BIN)/tor
 
 .PHONY: help demo test test-quick test-deep test-models test-kernels test-changed-kernels test-mpi test-openmpi test-abi test-cluster
 .PHONY: gpu slurm-test faults mutants soak test-bits bits-model fuzz fuzz-kernels fuzz-guided fuzz-hours fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
-.PHONY: docs venv amd-compiler clean
+.PHONY: docs venv links amd-compiler clean
 
 help:
 	@sed '/^$$/,$$d; s/^# \{0,1\}//' Makefile
@@ -116,7 +120,7 @@ fuzz: .venv/.tests
 
 # What the interpreter loads is compiled with sanitizers: a byte touched beside an array ends the process.
 sanitized = LD_PRELOAD=$$(cc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
-	CC=$(CURDIR)/tests/fuzz/sanitized_cc TREEATTN_CACHE=$(CURDIR)/build/sanitized
+	CC="$(CURDIR)/tests/fuzz/sanitized_cc" TREEATTN_CACHE="$(CURDIR)/build/sanitized"
 units     = $(patsubst %,tests/unit/backends/test_%.py,cpu_backend cpu_pages cpu_visible cpu_float8 multiply_rows \
 	rescale shared_prefix tiled_attention)
 
@@ -227,7 +231,7 @@ test-abi: .venv-abi/.tests
 .venv-abi/.tests: .venv/bin/python $(SOURCES)
 	$(PY) -m venv .venv-abi
 	.venv-abi/bin/python -m pip install -q 'mpich>=5'
-	MPICC=$(CURDIR)/.venv-abi/bin/mpicc_abi .venv-abi/bin/python -m pip install -q --no-binary mpi4py --no-cache-dir mpi4py
+	MPICC="$(CURDIR)/.venv-abi/bin/mpicc_abi" .venv-abi/bin/python -m pip install -q --no-binary mpi4py --no-cache-dir mpi4py
 	.venv-abi/bin/python -m pip install -q -e '.[mpich,test]'
 	@touch $@
 
@@ -308,11 +312,11 @@ amd-compiler:
 	    { echo "this Python cannot make virtual environments: on Debian and Ubuntu, apt install python3-venv"; exit 1; }
 	$(PY) -m venv .venv
 
-# An sdist holds no links.
-treeattn/collectives treeattn/kernels:
-	ln -s ../$(notdir $@) $@
+# An sdist holds no links, and where git makes none (core.symlinks=false) files lie in their places.
+links:
+	@for name in collectives kernels; do [ -L treeattn/$$name ] || ln -sfT ../$$name treeattn/$$name || exit 1; done
 
-.venv/.installed: .venv/bin/python $(SOURCES) | treeattn/collectives treeattn/kernels
+.venv/.installed: .venv/bin/python $(SOURCES) | links
 	$(BIN)/python -m pip install -q -e '.[$(EXTRAS)]'
 	@touch $@
 

@@ -51,7 +51,8 @@ out, lse = treeattn.decode(np.ones((1, 1, 2, 8), np.float32), mine, mine, comm=M
 scores = rows[0, :, 0].sum(1) / 8**0.5
 weights = np.exp(scores - scores.max())
 assert np.allclose(out[0, 0, 0], weights @ rows[0, :, 0] / weights.sum(), rtol=1e-5), out
-print(treeattn.__file__)
+from treeattn.backends import kernel_folder
+print(treeattn.__file__, kernel_folder("cpu"))
 """
 
 
@@ -158,14 +159,29 @@ def test_wheel_beside_a_checkout(installed):
     assert str(ROOT) in run(installed / "python", "-c", program, cwd=ROOT)
 
 
-def test_editable_installation(installed, tmp_path_factory, tmp_path):
-    home = tmp_path_factory.mktemp("editable")
-    run(sys.executable, "-m", "venv", home, cwd=home)
-    run(home / "bin/python", "-m", "pip", "install", "-q", "-e", f"{ROOT}[mpich]", cwd=home)
-    (tmp_path / "job.py").write_text(JOB)
-    bin_ = home / "bin"
-    where = run(bin_ / "mpiexec", "-n", 2, bin_ / "python", "-m", "mpi4py", "job.py", cwd=tmp_path)
-    assert str(ROOT) in where
+@pytest.fixture(params=["a checkout, as make installs it", "an unpacked sdist, which has no links"])
+def editable(request, wheel, tmp_path):
+    """The sources and bin/ of an environment in which they are installed editable."""
+    sources, settings = ROOT, ["--config-settings", "editable_mode=compat"]
+    if "sdist" in request.param:
+        with tarfile.open(next(wheel.parent.glob("*.tar.gz"))) as archive:
+            archive.extractall(tmp_path / "unpacked", filter="data")
+        (sources,), settings = (tmp_path / "unpacked").iterdir(), []
+    run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    install = tmp_path / "venv/bin/python", "-m", "pip", "install", "-q", *settings
+    run(*install, "-e", f"{sources}[mpich]", cwd=tmp_path, PIP_CONFIG_SETTINGS="")
+    return sources, tmp_path / "venv/bin"
+
+
+def test_editable_installation(editable, tmp_path):
+    """For a program beside a clone named treeattn, too: its folder alone would be an empty namespace."""
+    sources, bin_ = editable
+    (tmp_path / "program").mkdir()
+    (tmp_path / "program/job.py").write_text(JOB)
+    if sources == ROOT:
+        (tmp_path / "program/treeattn").symlink_to(ROOT)
+    start = bin_ / "mpiexec", "-n", 2, bin_ / "python", "-m", "mpi4py", "job.py"
+    assert run(*start, cwd=tmp_path / "program").count(f"{sources}/treeattn/__init__.py") == 2
 
 
 def test_types_are_visible(installed, tmp_path):

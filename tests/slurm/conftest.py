@@ -74,22 +74,22 @@ class Slurm:
         shown = self.command("scontrol", "--oneliner", "show", "job", job).stdout
         return dict(word.partition("=")[::2] for word in shown.split())
 
-    def wait(self, job: int | str, wanted: Callable[[dict[str, str]], bool], seconds: float = 150) -> Facts:
+    def wait(self, job: int | str, wanted: Callable[[dict[str, str]], bool]) -> Facts:
         """Until Slurm says what is wanted of a job."""
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + 600
         while not wanted(facts := self.facts(job)):
             assert time.monotonic() < deadline, f"{facts}\n{self.said(job)}"
             time.sleep(0.3)
         return facts
 
-    def ended(self, job: int | str, seconds: float = 150) -> Facts:
+    def ended(self, job: int | str) -> Facts:
         """What Slurm says of a job, or of 7_1, a task of an array, after its end."""
         going = ("PENDING", "RUNNING", "COMPLETING", "REQUEUED", "REQUEUE_HOLD", "CONFIGURING")
-        return self.wait(job, lambda facts: facts["JobState"] not in going, seconds)
+        return self.wait(job, lambda facts: facts["JobState"] not in going)
 
-    def done(self, job: int | str, seconds: float = 150) -> Facts:
+    def done(self, job: int | str) -> Facts:
         """The same, for a job that is to succeed."""
-        facts = self.ended(job, seconds)
+        facts = self.ended(job)
         assert (facts["JobState"], facts["ExitCode"]) == ("COMPLETED", "0:0"), self.said(job)
         return facts
 

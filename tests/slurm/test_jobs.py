@@ -96,7 +96,7 @@ def test_mpiexec_within_a_job_asks_slurm_for_its_nodes(slurm):
 def test_a_job_cut_off_by_its_time_limit_goes_on(mpich):
     """Slurm looks every half minute: of a minute, the warning comes after 10 to 40 seconds."""
     job = mpich.submit(f"{SIZE} --time=1 --signal=B:TERM@20", "compare_schemes", *TIMED, 11)
-    facts = mpich.done(job, 240)
+    facts = mpich.done(job)
     assert int(facts["Restarts"]) >= 1
     log = (mpich.run(job) / "log").read_text()
     assert "treeattn: ended by SIGTERM: kept" in log
@@ -125,7 +125,7 @@ def begins_to_measure(slurm, job: int | str) -> dict[str, str]:
         found = list((slurm.folder / "runs").glob(f"*-{job}/results.jsonl"))
         return bool(found) and len(found[0].read_text().splitlines()) > 3
 
-    return slurm.wait(job, some, 60)
+    return slurm.wait(job, some)
 
 
 def test_a_job_that_is_cancelled_stays_so(mpich):
@@ -133,7 +133,7 @@ def test_a_job_that_is_cancelled_stays_so(mpich):
     begins_to_measure(mpich, job)
     assert mpich.command("scancel", job).returncode == 0
     log = mpich.run(job) / "log"
-    mpich.wait(job, lambda _: "ended by Slurm: unless Slurm starts it again" in log.read_text(), 60)
+    mpich.wait(job, lambda _: "ended by Slurm: unless Slurm starts it again" in log.read_text())
     facts = mpich.ended(job)
     assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
     assert (mpich.run(job) / "status").read_text() == "cut off\n"
@@ -143,7 +143,7 @@ def test_a_job_survives_the_death_of_a_node(mpich):
     job = mpich.submit(SIZE, "compare_schemes", *TIMED, 4)
     _, second = numbers(begins_to_measure(mpich, job)["NodeList"])
     die(second)
-    facts = mpich.done(job, 200)
+    facts = mpich.done(job)
     assert facts["Restarts"] == "1"
     assert second not in numbers(facts["NodeList"])
     assert "are in the file already and are not measured again" in (mpich.run(job) / "log").read_text()
@@ -201,7 +201,7 @@ def test_a_partition_that_is_not_there(mpich):
 def test_two_jobs_with_one_results_file(mpich):
     shared = {"TREEATTN_RUN": str(mpich.folder / "shared")}
     holder = mpich.submit(SIZE, "compare_schemes", *TIMED, 60, **shared)
-    mpich.wait(holder, lambda _: (mpich.folder / "shared/results.jsonl").exists(), 60)
+    mpich.wait(holder, lambda _: (mpich.folder / "shared/results.jsonl").exists())
     other = mpich.submit(SIZE, "compare_schemes", *SHORT, **shared)
     assert mpich.ended(other)["ExitCode"] == "2:0"
     assert "another run is appending to it" in mpich.said(other)

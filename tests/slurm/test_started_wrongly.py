@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from .conftest import CACHE, MPIS
@@ -24,13 +26,19 @@ def test_srun_without_the_plug_in_of_the_mpi(slurm, plugin):
     assert "--mpi=pmix for Open MPI" in done.stderr
 
 
+def this_job(slurm, *started):
+    """The verdict of doctor on the job in which it runs, and its exit code."""
+    found = slurm.folder / "found.json"
+    done = slurm.command(*started, "treeattn", "doctor", "--json", found, timeout=120)
+    (verdict,) = {row["verdict"] for row in json.loads(found.read_text()) if row["subject"] == "this job"}
+    return verdict, done.returncode
+
+
 def test_doctor_under_srun(slurm):
-    good = slurm.command(*SRUN, "treeattn", "doctor", timeout=120)
-    assert good.returncode == 0, good.stdout + good.stderr
-    assert "this job ok 4 ranks that find each other" in " ".join(good.stdout.split())
-    bad = slurm.command(*SRUN, "--mpi=none", "treeattn", "doctor", timeout=120)
-    assert bad.returncode != 0
-    assert "this job broken the launcher started 4 processes" in " ".join(bad.stdout.split())
+    assert this_job(slurm, *SRUN) == ("ok", 0)
+    verdict, code = this_job(slurm, *SRUN, "--mpi=none")
+    assert verdict == "broken"
+    assert code != 0
 
 
 def test_tasks_in_containers_that_hide_srun(mpich):
@@ -43,14 +51,13 @@ def test_tasks_in_containers_that_hide_srun(mpich):
     assert "one of 2 processes, each of which would be rank 0" in done.stderr
 
 
-def test_beside_the_jobs(mpich):
-    done = mpich.command("treeattn", "decode", CACHE, "--repeat", 1)
+@pytest.mark.parametrize("started", [(), ("salloc", "--nodes=2", "--ntasks=4")], ids=["login", "no srun"])
+def test_one_process_that_srun_did_not_start(mpich, started):
+    """Beside all jobs, as on a login node, and in a job of four tasks: it works, and its results say so."""
+    assert this_job(mpich, *started) == ("slow", 0)
+    results = mpich.folder / "results.json"
+    done = mpich.command(*started, "treeattn", "decode", CACHE, "--repeat", 1, "--json", results, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert "note: outside of any job of this Slurm cluster" in " ".join(done.stdout.split())
-
-
-def test_one_process_in_a_job_of_several_tasks(mpich):
-    words = ("salloc", "--nodes=2", "--ntasks=4", "treeattn", "decode", CACHE, "--repeat", 1)
-    done = mpich.command(*words, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "note: one process in a job of 4 tasks: start it with srun" in " ".join(done.stdout.split())
+    facts = json.loads(results.read_text())
+    assert [rank["rank"] for rank in facts["ranks"]] == [0]
+    assert "srun" in facts["warning"]

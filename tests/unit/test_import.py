@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import configparser
-import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+TESTS = ROOT / "tests/unit/test_partial.py"
 
 
 def python(program: str, cwd: Path = ROOT):
@@ -20,18 +21,56 @@ def python(program: str, cwd: Path = ROOT):
     )
 
 
-@pytest.mark.parametrize("name", ["treeattn", "other"])
-def test_a_program_beside_a_clone(tmp_path, name):
-    """Python sees the clone's own folder before the package in it, if the folder has the package's name."""
-    (tmp_path / name).symlink_to(ROOT)
-    (tmp_path / "program.py").write_text("import treeattn; print(treeattn.decode, treeattn.__file__)")
-    environment = {**os.environ, "PYTHONPATH": "" if name == "treeattn" else str(tmp_path / name)}
-    done = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert str(tmp_path / name / "treeattn/__init__.py") in done.stdout
+@pytest.fixture
+def copied(request, tmp_path) -> Path:
+    """What a clone in a folder of some name holds beside the package, and one file of tests."""
+    folder = tmp_path / request.param
+    for name in ("treeattn", "collectives", "kernels", "tests/support"):
+        shutil.copytree(
+            ROOT / name, folder / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    for path in [*ROOT.glob("*.*"), *ROOT.glob("tests/*.py"), *ROOT.glob("tests/unit/conf*.py"), TESTS]:
+        if path.is_file():
+            (folder / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(path, folder / path.relative_to(ROOT))
+    return folder
+
+
+@pytest.mark.parametrize("copied", ["treeattn", "numpy", "a b/treeattn"], indirect=True)
+def test_tests_are_collected_in_a_folder_of_any_name(copied):
+    """`git clone` makes a folder named treeattn, which pytest must not take for the package."""
+    file = str(TESTS.relative_to(ROOT))
+    words = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", file)
+    done = subprocess.run(words, cwd=copied, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{file}::" in done.stdout
+
+
+@pytest.mark.parametrize("copied", ["links as files"], indirect=True)
+def test_kernels_beside_the_package(copied):
+    """Where links came out as plain files, the sources in the checkout are what is compiled."""
+    for name in ("collectives", "kernels"):
+        (copied / "treeattn" / name).unlink()
+        (copied / "treeattn" / name).write_text(f"../{name}")
+    program = "from treeattn.backends import kernel_folder as at; print(at('cpu'), at('cuda'), sep='\\n')"
+    done = python(program, copied)
+    assert done.stdout.splitlines() == [f"{copied}/kernels/cpu", f"{copied}/kernels/cuda"], done.stderr
+    shutil.rmtree(copied / "kernels")
+    done = python(program, copied)
+    assert "BackendError: no kernels/cpu in" in done.stderr
+    assert "install it again" in done.stderr
+
+
+@pytest.mark.parametrize("copied", ["links as files"], indirect=True)
+def test_make_puts_links_where_files_lie(copied):
+    """One of them a file, as git writes it without core.symlinks, and one absent, as in an sdist."""
+    for name in ("collectives", "kernels"):
+        (copied / "treeattn" / name).unlink()
+    (copied / "treeattn/collectives").write_text("../collectives")
+    shutil.copy(ROOT / "Makefile", copied)
+    subprocess.run(["make", "-s", "links"], cwd=copied, check=True, timeout=300)
+    for name in ("collectives", "kernels"):
+        assert (copied / "treeattn" / name).resolve() == copied / name
 
 
 def test_links_resolve_in_the_checkout():

@@ -26,9 +26,9 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from importlib import resources
 from pathlib import Path
 
+from treeattn.backends import kernel_folder
 from treeattn.backends.cpu import tuned
 from treeattn.errors import ArgumentError, BackendError
 
@@ -243,8 +243,7 @@ def _written(path: Path) -> tuple[int, int] | None:
 
 def _sources() -> dict[str, bytes]:
     """Name and content of every C source and header, sorted by name."""
-    folder = resources.files("treeattn").joinpath("kernels", "cpu")
-    files = [file for file in folder.iterdir() if file.name.endswith(_SUFFIXES)]
+    files = [file for file in kernel_folder("cpu").iterdir() if file.name.endswith(_SUFFIXES)]
     return {file.name: file.read_bytes() for file in sorted(files, key=lambda file: file.name)}
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import re
-from importlib import resources
+
+from treeattn.backends import kernel_folder
 
 #: What every compiler is told beside the text.
 OPTIONS = ("-std=c++17",)
@@ -25,7 +26,7 @@ def source(name: str) -> str:
 
 def _lines(file: str, seen: set[str]) -> list[str]:
     seen.add(file)
-    text = resources.files("treeattn").joinpath("kernels", "cuda", file).read_text(encoding="utf-8")
+    text = (kernel_folder("cuda") / file).read_text(encoding="utf-8")
     lines = [f'#line 1 "kernels/cuda/{file}"']
     for number, line in enumerate(text.splitlines(), 1):
         include = _INCLUDE.fullmatch(line.strip())
