@@ -7,7 +7,7 @@ import pytest
 transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
 torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
 
-from tests.support.tiny_models import CACHE, logits_of, made, prompt  # noqa: E402
+from tests.support.tiny_models import CACHE, assert_close, logits_of, made, padded, prompt  # noqa: E402
 from treeattn import huggingface  # noqa: E402
 from treeattn.errors import ArgumentError  # noqa: E402
 
@@ -25,6 +25,7 @@ WAYS = {
     "prefill in chunks": {"prefill_chunk_size": 7},
 }
 GATE = [("Mistral", "assistant")]  # which crops windows
+OWN_GATE = [("Mistral", "beams"), ("Mistral", "assistant"), ("GPT-OSS", "prefill in chunks")]
 CASES = [
     pytest.param(family, way, marks=() if family == "Llama" or (family, way) in GATE else pytest.mark.deep)
     for family in ("Llama", "Gemma 2", "GPT-OSS", "Mistral")
@@ -50,6 +51,36 @@ def test_a_way_of_generate(comm, family, way):
     got = model.generate(ids, past_key_values=cache, **given)
     assert got.tolist() == wanted.tolist()
     assert len(set(map(str, comm.allgather(got.tolist())))) == 1
+
+
+OWN = [
+    pytest.param(family, way, marks=() if (family, way) in OWN_GATE else pytest.mark.deep)
+    for family in ("Mistral", "Gemma 2", "GPT-OSS", "Qwen3 with windows", "Phi-3.5-MoE")
+    for way in ("greedy", "beams", "prompt lookup", "assistant", "prefill in chunks")
+]
+
+
+@pytest.mark.parametrize(("family", "way"), OWN)
+def test_a_way_over_the_cache_of_transformers(family, way):
+    """Whose windows hand over their last keys, cropped and reordered too: rows that are padded on the left
+    have eager's logits."""
+    given = {"do_sample": False, "max_new_tokens": 12, "output_logits": True} | WAYS[way]
+    model, ids = made(family), prompt(3, 24)
+    ids[:, 12:] = ids[:, :12]
+    mask = padded(ids)
+    if "assistant_model" in given:
+        given["assistant_model"] = made(family, num_hidden_layers=2, layer_types=None)
+    if way in ("prompt lookup", "assistant"):
+        ids, mask = ids[1:2], mask[1:2]
+    found = []
+    for attention in ("eager", "treeattn"):
+        model.set_attn_implementation(attention)
+        own = transformers.DynamicCache(config=model.config)
+        named = {"attention_mask": mask, "past_key_values": own, "return_dict_in_generate": True}
+        found.append(model.generate(ids, **named, **given))
+    wanted, got = (torch.stack(one.logits) for one in found)
+    assert found[0].sequences.tolist() == found[1].sequences.tolist()
+    assert_close(got, wanted)
 
 
 def last_bit(model, ids):

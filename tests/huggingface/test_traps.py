@@ -8,6 +8,7 @@ told in slots of the whole sequence.
 | a mask function gets rules, and neither cache nor layer | test_patterns_that_only_a_mask_function_tells |
 | masks of four dimensions pass it by | test_masks_of_ones_own |
 | lengths are of the whole sequence, whoever holds it | test_lengths_are_slots_of_the_whole_sequence |
+| a window hands over its last keys: a mask function alone is told the first | every family, its own caches |
 | slots decide what is seen, not position_ids | families with padding; test_rows_that_are_nothing .. |
 | no cache_position, no cache, not always position_ids | every family |
 | window, softcap, sinks, scale differ by model | families; test_arguments_that_would_change_the_result |
@@ -156,7 +157,7 @@ def test_patterns_that_only_a_mask_function_tells(model):
     embeds = torch.zeros(2, 700, 8)
     given = {"inputs_embeds": embeds, "attention_mask": None, "past_key_values": None}
     made_mask = masking_utils.create_causal_mask(model.config, **given)
-    assert made_mask is None
+    assert made_mask.keys == 700
     refused("neither causal", masking_utils.create_causal_mask, model.config, or_mask_function=image, **given)
 
 
@@ -179,9 +180,10 @@ def test_arguments_that_would_change_the_result(model, cache):
     assert attention(layer, *qkv, None, position_ids=1, use_cache=True)[0].shape == (1, 3, 4, 16)
 
 
-def test_a_static_cache(model):
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_a_static_cache(family):
     given = {"cache_implementation": "static", "max_new_tokens": 2, "disable_compile": True}
-    refused("static cache", model.generate, prompt(), **given)
+    refused("static cache", made(family, "treeattn").generate, prompt(), **given)
 
 
 def test_there_is_no_gradient(model):
@@ -351,6 +353,10 @@ def test_a_cache_of_another_model(comm, model):
         got = model(prompt(1, 7), past_key_values=windows).logits  # of a short text nothing is gone
     assert_close(got, made("Llama")(prompt(1, 7)).logits)
     refused("a window of None, its cache has one of 7", model, prompt(), past_key_values=windows)
+    mixed, full = made("Qwen3 with windows", "treeattn"), made("Qwen3", "treeattn")
+    own = transformers.DynamicCache(config=mixed.config)
+    full(prompt(), past_key_values=own)
+    refused("hands over 7: make the cache", full, prompt(1, 1), past_key_values=own)
     longer, few = made("Llama", "treeattn", num_hidden_layers=5), huggingface.ShardedKV
     refused("more than the 4 layers", longer, prompt(), past_key_values=few(model.config, comm, capacity=64))
 

@@ -15,7 +15,8 @@ _GREEDY = {"do_sample": False, "max_new_tokens": 6}
 
 
 def check_family(comm: Any, family: str) -> None:
-    """The tokens and logits of eager: rows padded on the left, chunks, generate(), a prefill dealt out."""
+    """The tokens and logits of eager: rows padded on the left, chunks, generate(), a prefill dealt out; also
+    over transformers' own caches, whose windows hand over the last keys alone."""
     model = made(family)
 
     def cache() -> Any:
@@ -26,10 +27,19 @@ def check_family(comm: Any, family: str) -> None:
     wanted_tokens = model.generate(ids, attention_mask=mask, **_GREEDY)
     wanted_one = model.generate(ids[:1], **_GREEDY)
     model.set_attn_implementation("treeattn")
+    dealt = cache()
     assert_close(logits_of(model, ids, cache(), mask), wanted, mask.bool())
+    for own in (transformers.DynamicCache(config=model.config), transformers.DynamicCache()):
+        if own.layers or not any(dealt.is_linear):
+            assert_close(logits_of(model, ids, own, mask), wanted, mask.bool())
+    static = transformers.StaticCache(config=model.config, max_cache_len=40)
+    if all(static.is_sliding):  # and full from the first chunk on
+        assert_close(logits_of(model, ids, static, mask), wanted, mask.bool())
+    else:
+        with pytest.raises(ArgumentError, match="room that is not filled yet"):
+            logits_of(model, ids, static, mask)
     tokens = model.generate(ids, attention_mask=mask, past_key_values=cache(), **_GREEDY)
     assert tokens.tolist() == wanted_tokens.tolist()
-    dealt = cache()
     if any(dealt.is_linear):
         with pytest.raises(ArgumentError, match="recurrent layers"):
             huggingface.prefill(model, ids[:1, :-1], dealt)

@@ -44,6 +44,7 @@ def attention(
     """
     waited, waiting.layer = waiting.layer, None
     layer, key, latents = getattr(key, "treeattn", None), plain(key), None
+    keys = getattr(attention_mask, "keys", None)
     if attention_mask is not None:
         sliding_window = sliding_window or getattr(attention_mask, "window", None)
         attention_mask = plain(attention_mask)
@@ -64,6 +65,11 @@ def attention(
         new = layer.taken(module, layer is waited)
         if layer.cache.dealt is not None:
             return layer.cache.dealt.attend(layer, query, key, value, s_aux, scoring, new, latents), None
+    if store is None and keys not in (None, key.shape[2]) and not torch.compiler.is_compiling():
+        raise ArgumentError(
+            f"the mask is of {keys} keys, and the cache hands over {key.shape[2]}: make the cache of the "
+            "config of this model"
+        )
     given = query, key, value, attention_mask, s_aux
     # As one operator where something wants to trace or to differentiate it; it has no gradient, and says so.
     if torch.compiler.is_compiling() or (query.requires_grad and torch.is_grad_enabled()):

@@ -32,8 +32,10 @@ def mask(
     use_vmap: bool = False,
     **_: Any,
 ) -> torch.Tensor | None:
-    """Where each sequence begins, int64 [batch], as `attention` takes it; None where no row is padded and no
-    query has a window. The window comes along, since some models tell it the mask alone.
+    """The first of the keys of each sequence that is no padding, int64 [batch], as `attention` takes it. Keys
+    are counted from the first that the cache hands over, which of a window is not the first of the text: here
+    alone both are known. Their number comes along, and the window, since some models tell it the mask alone;
+    None in a compiled model where no row is padded and no query has a window.
 
     Raises `ArgumentError` for a pattern that is neither causal nor a causal window, for padding on the right,
     and for a cache with room that is not filled.
@@ -54,16 +56,14 @@ def mask(
             first = q_length - 1 if plain else 0
             _check(batch_size, first, q_length, q_offset, mask_function, local_size, use_vmap)
     if attention_mask is None:
-        if not local_size:
+        if torch.compiler.is_compiling() and not local_size:
             return None
         begins = torch.zeros(batch_size, dtype=torch.int64)
     elif torch.compiler.is_compiling():
         begins = torch.ops.treeattn.begins(attention_mask, q_offset + q_length)
     else:
         begins = begins_of(attention_mask, q_offset + q_length)
-        if not local_size and not begins.any():
-            return None
-    return sealed(begins, window=local_size)
+    return sealed((begins - kv_offset).clamp(min=0), window=local_size, keys=kv_length)
 
 
 def begins_of(attention_mask: torch.Tensor, end: int) -> torch.Tensor:

@@ -13,6 +13,11 @@ NOT_ATTENDED = (
     "transformers' attention interface, has another attn_implementation, or changed the keys on the way"
 )
 
+_OTHER_MASK = (
+    "something else than 'treeattn' computed with its mask: the model does not go through transformers' "
+    "attention interface, or generate() was given a static cache (pass a treeattn.huggingface.ShardedKV)"
+)
+
 #: What a model may ask of a sealed tensor, and what may hand it over as it is.
 _HARMLESS = {
     "__get__", "__len__", "contiguous", "dim", "element_size", "get_device", "is_complex", "is_contiguous",
@@ -34,7 +39,7 @@ class Sealed(torch.Tensor):
                 result = func(*args, **(kwargs or {}))
             if result is args[0] or not isinstance(result, torch.Tensor):
                 return result
-        raise StateError(NOT_ATTENDED)
+        raise StateError(_OTHER_MASK if any(hasattr(one, "window") for one in args) else NOT_ATTENDED)
 
 
 def sealed(tensor: torch.Tensor, **attached: Any) -> torch.Tensor:

@@ -135,6 +135,7 @@ def attend(
 ) -> torch.Tensor:
     """out [batch, queries, heads, dim] of the queries at the slots from `at` on.
 
+    begins: of each sequence, counted from the first key, that of the text where `own` has the others.
     own: of a layer, to which k and v are appended if `new`, or the latents that they are made of; None: key
     and value are all there is, and end where the queries do.
     """
@@ -154,9 +155,8 @@ def attend(
     if own is None or at == 0:  # all of it is in k and v: no other rank need be asked
         if own is not None and added:
             own.append(*added)
-        start, stands = at + q.shape[1] - k.shape[1], range(k.shape[1] - q.shape[1], k.shape[1])
-        behind = None if first is None else np.maximum(first - start, 0)
-        out, lse = plans.alone().attend(q, k, v, stands, scoring, begins=behind)
+        stands = range(k.shape[1] - q.shape[1], k.shape[1])
+        out, lse = plans.alone().attend(q, k, v, stands, scoring, begins=first)
     else:
         if by_heads:
             q = own.all_heads(q)[0]
