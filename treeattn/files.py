@@ -25,9 +25,6 @@ from safetensors.numpy import save
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.partial import Array
 
-#: Names of files that hold arrays end in one of these.
-ARCHIVES = (".safetensors", ".npz")
-
 _DTYPES: dict[str, Any] = {
     "F64": np.float64,
     "F32": np.float32,

@@ -1,4 +1,4 @@
-"""A step, simulated or measured, as a trace for ui.perfetto.dev (or chrome://tracing): nodes are processes,
+"""A simulated step as a trace for ui.perfetto.dev (or chrome://tracing): nodes are processes,
 ranks are threads.
 
 Format: Trace Event Format of the Chromium project, "X" for what a rank does, "s" and "f" for a message.
@@ -7,53 +7,19 @@ Format: Trace Event Format of the Chromium project, "X" for what a rank does, "s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 from treeattn.collectives.clusters.simulate import Flight, Simulation
-from treeattn.collectives.schedule import Message
-
-_DOES = ("start", "wait", "merge")  # between the instants
-
-
-class Instants(NamedTuple):
-    """When a rank began a round, had started its messages, had all that arrive, and had merged them, in
-    microseconds."""
-
-    began: float
-    started: float
-    arrived: float
-    merged: float
 
 
 def trace(simulation: Simulation) -> str:
     """JSON; times in microseconds as everywhere here."""
     node = [place // simulation.cluster.slots for place in simulation.places]
     events = [*_names(node), *(event for at in _events(simulation) for event in at)]
-    return _json(events, node, {"schedule": simulation.schedule.name, "cluster": simulation.cluster.name})
-
-
-def measured(
-    name: str, node: Sequence[int], messages: Sequence[Message], ranks: Sequence[Mapping[int, Instants]]
-) -> str:
-    """The same of what was measured: of each rank, round -> instants on one clock. node: of each rank."""
-    events = list(_names(list(node)))
-    for rank, rounds in enumerate(ranks):
-        for number, at in rounds.items():
-            for does, (start, end) in zip(_DOES, pairwise(at), strict=True):
-                events.append(_slice(f"round {number + 1}: {does}", rank, start, end, {}))
-    for index, message in enumerate(messages):
-        sender, receiver = ranks[message.src][message.round], ranks[message.dst][message.round]
-        facts = {"cat": "message", "name": f"{message.records} records", "id": index}
-        events.append({"ph": "s", "tid": message.src, "ts": sender.began, **facts})
-        events.append({"ph": "f", "bp": "e", "tid": message.dst, "ts": receiver.arrived, **facts})
-    return _json(events, node, {"schedule": name, "measured": True})
-
-
-def _json(events: list[dict[str, Any]], node: Sequence[int], about: dict[str, Any]) -> str:
     for event in events:
         event["pid"] = node[event["tid"]]
+    about = {"schedule": simulation.schedule.name, "cluster": simulation.cluster.name}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ns", "otherData": about}) + "\n"
 
 

@@ -169,12 +169,6 @@ BAD = {
         --cluster laptop --ranks 2 --format svg             | draws one scheme
         --cluster laptop --ranks 2 --out x.svg              | add --format
     """,
-    "trace --out t.json": """
-        mpi_allreduce                                       | take a schedule
-        sorcery                                             | there is no scheme
-        none.json                                           | cannot be read
-        chain,ring                                          | one scheme
-    """,
     "tune": """
         --ranks 4                                           | for which machine
         --cluster laptop                                    | --ranks

@@ -1,4 +1,4 @@
-"""``treeattn generate`` and ``inspect`` as a user runs them, on a tiny model."""
+"""``treeattn generate`` as a user runs it, on a tiny model."""
 
 from __future__ import annotations
 
@@ -103,10 +103,6 @@ def test_drafts_and_sharded_weights_give_the_same_tokens(model, tmp_path, option
     if "--draft-model" in options:
         assert accepted == [7, 6]
     whole = sum(4 * t.size for file in model.glob("*.safetensors") for t in load_file(file).values())
-    in_process("inspect", "--model", model, "--ctx", 300, "--ranks", 2, "--json", tmp_path / "i.json")
-    told = json.loads((tmp_path / "i.json").read_text())
-    name = "weight_bytes" if weights == "replicated" else "sharded_weight_bytes"
-    assert max(facts["weight_bytes"]) == told[name]
     least = whole if weights == "replicated" else 0.5 * whole
     assert all(
         least <= held <= (whole if weights == "replicated" else 0.6 * whole) for held in facts["weight_bytes"]
@@ -281,63 +277,3 @@ def test_a_model_that_cannot_be_used_is_named_on_all_ranks(tmp_path, broken, mes
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert not done.stdout.strip()
-
-
-def test_inspect_counts_what_generate_needs(model, tmp_path):
-    out = tmp_path / "facts.json"
-    options = ("--ctx", 300, "--ranks", 3, "--schemes", "ring", "--json", out)
-    in_process("inspect", "--model", model, *options)
-    facts = json.loads(out.read_text())
-    assert facts["cache_bytes"] == 100 * 4 * 2 * 3 * 2 * 16
-    ring = 4 * 2 * 16 + 2 * 6 * 18  # two blocks of k and v, records and those so far
-    assert facts["prefill_bytes"] == 100 * 4 * (96 + (6 + 2 * 2) * 16 + 6 * 16 + ring)
-    assert facts["sharded_weight_bytes"] < 0.5 * facts["weight_bytes"]
-    sent = {row["scheme"]: row["bytes"] for row in facts["schemes"]}
-    assert sent["kv_ring"] == 2 * 300 * 4 * 2 * 3 * 2 * 16
-    assert sent["ring"] == 3 * 2 * 2 * 6 * 18 * 4
-
-
-def test_inspect_prices_attention_on_a_machine(model, tmp_path):
-    out = tmp_path / "facts.json"
-    options = ("--ctx", "128Ki", "--ranks", 16, "--cluster", "dgx-h100", "--json", out)
-    done = in_process("inspect", "--model", model, *options)
-    times = {row["scheme"]: row["attention_ms"] for row in json.loads(out.read_text())["schemes"]}
-    assert 0 < times["hierarchical"] < times["kv_ring"]
-    assert "attention on dgx-h100" in " ".join(done.stdout.split())
-    preset = in_process("inspect", "--model", model, "--ranks", 16, TREEATTN_CLUSTER="dgx-h100")
-    assert "simulated: on dgx-h100 (TREEATTN_CLUSTER)" in preset.stdout, preset.stderr
-
-
-def test_inspect_says_what_the_model_and_a_scheme_do_not_serve(model):
-    done = in_process("inspect", "--model", model, "--ctx", "5k", "--ranks", 1000)
-    lines = done.stdout.splitlines()
-    assert "note: the model was made for at most 4,096 tokens, generate takes no more" in lines
-    assert any(line.startswith("note: ring is left out: ring") for line in lines)
-    assert "recursive_doubling" in done.stdout
-    done = in_process("inspect", "--model", model, "--ctx", "4096")
-    assert "note: " not in done.stdout
-
-
-def test_inspect_takes_ranks_by_the_100_000(model, tmp_path):
-    """Shares are summed by axis, no schedule is proved, and no exchange of all with all priced."""
-    out = tmp_path / "facts.json"
-    options = ("--ctx", "4Ki", "--ranks", 100_000, "--schemes", "binary_tree", "--json", out)
-    in_process("inspect", "--model", model, *options)
-    facts = json.loads(out.read_text())
-    assert facts["schemes"][0]["messages"] == 3 * 2 * 99_999
-    per_head = 4 * 16 * 3 * (2 * 96 + 2 * 96)  # q and o, k and v, of which a rank has one head or none
-    assert per_head <= facts["sharded_weight_bytes"] <= 2 * per_head
-    options = ("--ranks", 5000, "--schemes", "binary_tree", "--cluster", "frontier")
-    in_process("inspect", "--model", model, *options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--ctx", "0"), "--ctx 0: give the tokens of a context, at least one"),
-        (("--ctx", "many"), "'--ctx': 'many': give a whole number"),
-    ],
-)
-def test_inspect_refuses_a_context_that_is_none(model, options, message):
-    done = in_process("inspect", "--model", model, *options, code=2)
-    assert message in done.stderr

@@ -22,8 +22,8 @@ def test_help_lists_each_command_with_its_whole_sentence():
     entries = re.split(r"^  (?=[a-z])", listed, flags=re.MULTILINE)[1:]
     names = [entry.split()[0] for entry in entries]
     known = """
-        cache cache-node calibrate check-partials compare decode doctor export generate inspect paper
-        plot published report roofline schedule schemes simulate topology trace tree tune verify visible
+        cache-node calibrate check-partials compare decode doctor export generate paper
+        plot published report roofline schedule schemes simulate topology tune verify visible
     """
     assert names == known.split()
     for entry in entries:

@@ -18,7 +18,7 @@ from .launch import ROOT, in_process, mpiexec, treeattn
 CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
 COMMANDS = (
     *(f"decode {CACHE}", "compare --schemes ring", "paper", "generate --model M --prompt-ids 1", "schemes"),
-    *("schedule ring --ranks 3", "roofline --tokens 1k", "inspect --model M --ctx 1k --ranks 2"),
+    *("schedule ring --ranks 3", "roofline --tokens 1k"),
 )
 # As `srun --mpi=none -n 4` starts each of its tasks.
 NO_PLUG_IN = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_NTASKS": "4"}

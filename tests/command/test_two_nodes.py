@@ -38,14 +38,6 @@ def test_ranks_of_two_nodes_take_a_tree_of_nodes(tmp_path):
     assert json.loads((tmp_path / "facts.json").read_text())["schemes"] == ["hierarchical"]
 
 
-def test_a_traced_step(tmp_path):
-    done = over_two_nodes("trace", "hierarchical", "--out", tmp_path / "t.json")
-    assert "ui.perfetto.dev" in done.stdout
-    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    assert {event["pid"] for event in events} == {0, 1}
-    assert {event["tid"] for event in events} == {0, 1, 2, 3}
-
-
 def test_topology_of_uneven_nodes(tmp_path):
     path = tmp_path / "t.json"
     done = over_two_nodes("topology", "--json", path, ranks=3)

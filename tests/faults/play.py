@@ -28,7 +28,6 @@ def prepared(folder: Path) -> Path:
     treeattn(*words.split(), folder / "results.jsonl")
     partial = {"out": np.ones((4, 16), np.float32), "lse": np.ones(4, np.float32)}
     (folder / "partial.safetensors").write_bytes(files.save_tensors(partial, {}))
-    (folder / "beams.txt").write_text("to be or not\nto be sure\n")
     return folder
 
 

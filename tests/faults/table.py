@@ -29,7 +29,6 @@ TOGETHER = {
     "generate": "generate --model {tmp} --random-tokens 40 -n 8",
     "paper": "paper latency",
     "topology": "topology",
-    "trace": "trace hierarchical --out {tmp}/trace.json",
     "verify": "verify {tmp}/drafts.safetensors",
 }
 
@@ -214,7 +213,6 @@ WRITERS = {
     "doctor": "",
     "export": "{tmp}/results.jsonl --format csv",
     "generate": "--model {tmp} --random-tokens 40 -n 2",
-    "inspect": "--model {tmp}",
     "paper": "latency",
     "plot": "{tmp}/results.jsonl",
     "published": "",
@@ -224,8 +222,6 @@ WRITERS = {
     "schemes": "",
     "simulate": "--cluster dgx-h100 --ranks 16 --tokens 5120k",
     "topology": "",
-    "trace": "hierarchical",
-    "tree": "{tmp}/beams.txt",
     "tune": "--cluster dgx-h100 --ranks 16",
     "verify": "{tmp}/drafts.safetensors",
     "visible": "",
@@ -234,14 +230,12 @@ WRITERS = {
 WRITES = ("--out", "--json", "--save-cache")
 FILES = {
     ("calibrate", "--out"): "prices.toml",
-    ("trace", "--out"): "trace.json",
     ("compare", "--out"): "r.jsonl",
     ("plot", "--out"): "plot.svg",
     ("published", "--out"): "prices.toml --run 2025_03_16___14_58_59",
     ("report", "--out"): "report.html",
     ("schedule", "--out"): "ring.svg --format svg",
     ("simulate", "--out"): "timeline.svg --format svg --schemes ring",
-    ("tree", "--out"): "tree.svg --format svg",
     ("tune", "--out"): "fastest.json",
     ("visible", "--out"): "visible.svg --format svg",
 }

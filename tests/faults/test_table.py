@@ -12,8 +12,8 @@ from treeattn.cli import commands
 
 from . import jobs, page, table
 
-#: Whose faults are in tests/command/test_cache_nodes.py, and in tests/mpi/test_saved_cache.py.
-STARTED_OTHERWISE = {"cache-node", "cache"}
+#: Whose faults are in tests/command/test_cache_nodes.py.
+STARTED_OTHERWISE = {"cache-node"}
 
 PROGRAM = jobs.ROOT / "tests/faults/program.py"
 #: Where public names lie, but for those that need torch (tests/huggingface).

@@ -23,7 +23,7 @@ from tests.support.models import write_model
 from tests.unit.study import made_results
 from treeattn import launch
 from treeattn.cache import ShardedCache, index
-from treeattn.cli import scheme, tree
+from treeattn.cli import scheme
 from treeattn.collectives import build, names
 from treeattn.collectives.catalog import select
 from treeattn.collectives.clusters import description
@@ -189,8 +189,7 @@ def _schedules(_: Path) -> list[bytes]:
 
 INPUTS = {
     "safetensors": Input(_tensors, mutations.of_safetensors, "x.safetensors", _cache),
-    "npz": Input(_archive, mutations.of_bytes, "x.npz", lambda path: (open_arrays(path), tree._packed(path))),
-    "beams": Input(lambda _: [b"a b c\na b d\n\nx y\n"], mutations.of_text, "x.txt", tree._words),
+    "npz": Input(_archive, mutations.of_bytes, "x.npz", open_arrays),
     "schedule": Input(_schedules, mutations.of_json, "x.json", scheme.from_file),
     "msccl": Input(
         lambda _: [plans.msccl_ring(3).encode(), plans.msccl_all_pairs(3).encode()],

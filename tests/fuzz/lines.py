@@ -32,11 +32,9 @@ simulate --list
 tune --cluster laptop --ranks 4 --placement cyclic --executor slots --moves 20 --seed 3 --out b.json
 visible --tokens 24 --ranks 3 --layout zigzag --queries 3,17 --causal --window 4,0 --leading 2 --softcap 5
 visible --tokens 9 --ranks 2 --layout sizes=4,5 --format svg --out a.svg
-tree beams.txt --row 1 --format svg --out a.svg --json a.json
 plot results.jsonl --figures time,relative --format svg,png --width 3in --no-title --baseline kv_ring --out f
 export results.jsonl --format csv --out a.csv
 report results.jsonl --schedule own.json --title x --baseline kv_ring --out a.html
-inspect --model . --ctx 1Mi --ranks 8 --schemes ring,hierarchical --cluster dgx-h100 --json a.json
 decode cache.safetensors --scheme hierarchical:nodes=1 --layout zigzag
 decode cache.safetensors --repeat 2 --reproducible tokens --out a.safetensors --json a.json
 verify drafts.safetensors --scheme ring --layout zigzag --owner round_robin --repeat 2 --out a.safetensors
@@ -61,7 +59,6 @@ def seeds(folder: Path) -> list[bytes]:
     partial = {"out": np.ones((4, 16), np.float32), "lse": np.ones(4, np.float32)}
     (folder / "partial.safetensors").write_bytes(save_tensors(partial, {}))
     (folder / "own.json").write_text(build("chain", 3).to_json())
-    (folder / "beams.txt").write_text("to be or not\nto be sure\n\na b\n")
     return [line.encode() for line in LINES]
 
 

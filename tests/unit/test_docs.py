@@ -116,7 +116,6 @@ def test_links_point_to_files():
     ("picture", "command"),
     [
         ("hierarchical", ["schedule", "hierarchical", "--ranks", "16", "--nodes", "4"]),
-        ("token-tree", ["tree", "docs/mars.txt"]),
     ],
 )
 def test_pictures_are_current(picture, command, tmp_path):

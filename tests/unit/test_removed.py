@@ -36,7 +36,7 @@ def pattern(line):
     """What would name it: a call of the command, the option in such a call, the module's dots or its path."""
     match line.split():
         case ["command", name]:
-            return rf"\btreeattn {name}\b(?! =)"
+            return rf"\btreeattn {name}\b(?! =|-)"
         case ["option", command, option]:
             return rf"\btreeattn {command}\b[^`\n]* {option}\b(?!-)"
         case [module]:

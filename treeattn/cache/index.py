@@ -56,12 +56,6 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         names = "kv_heads", "head_dim", "dtype", "v_dim", "k_scale", "v_scale"
         return {"batch": len(self.totals), **{name: getattr(self, name) for name in names}}
 
-    @property
-    def described(self) -> dict[str, Any]:
-        """All but the files, for a reader."""
-        fields = msgspec.structs.asdict(self)
-        return {name: value for name, value in fields.items() if name not in ("parts", "format")}
-
     def encode(self) -> bytes:
         """As the file's text, with its own digest."""
         plain = msgspec.structs.replace(self, sha256="")

@@ -93,16 +93,6 @@ def read_rows(directory: Path, part: Part, layers: Sequence[CacheLayer], reach: 
                 array[:, target] = plan.device.from_host(rows)
 
 
-def check(directory: Path, part: Part, rows: bool) -> None:
-    """Raise `ArgumentError` for a file that is missing, cut off or damaged; `rows`: all of it is read."""
-    file, positions = _open(directory / part.file, part), Runs(part.runs)
-    for name in file.tensors if rows else ():
-        for begin in range(0, 0 if name.endswith(".sums") else len(positions), _BLOCK):
-            taken = slice(begin, begin + _BLOCK)
-            stands = positions.positions(begin, min(begin + _BLOCK, len(positions)))
-            _checked(file, name, taken, stands)
-
-
 def _checked(file: files.CacheFile, name: str, taken: slice | Array, positions: Array) -> Array:
     """Tokens of a tensor, in memory of their own. positions: where they stand, for the error."""
     rows = np.ascontiguousarray(file[name][:, taken])

@@ -95,41 +95,6 @@ def read_layers(layers: Sequence[CacheLayer], directory: Path, index: Index) -> 
         layer._stand(reach)
 
 
-def reshard(directory: Path, out: Path, ranks: int, layout: Any, capacity: int | None = None) -> Index:
-    """Write a saved cache as so many ranks would have, one part after the other, in one process. Raises
-    `ArgumentError`, `BackendError`."""
-    index = read_index(directory)
-    capacity = index.capacity if capacity is None else capacity
-    if out.resolve() == directory.resolve():
-        raise ArgumentError(f"{out}: is the cache that is read; write to another directory")
-    with _claimed(out):
-        return _reshard(index, directory, out, ranks, layout, capacity)
-
-
-def _reshard(index: Index, directory: Path, out: Path, ranks: int, layout: Any, capacity: int) -> Index:
-    from treeattn.cache.sharded import CacheLayer
-
-    before, parts = _parts(out), []
-    try:
-        for rank in range(ranks):
-            options = {"capacity": capacity, "layout": layout, "drafts": 0, "device": "cpu"}
-            plan = Plan.of(index.held, index.latent, **options, rank=rank, size=ranks)
-            reach = plan.empty_reach()
-            layers = [CacheLayer(plan, capacity, reach) for _ in range(index.layers)]
-            read_layers(layers, directory, index)
-            parts.append(write_part(out, layers))
-        made = msgspec.structs.replace(
-            index, parts=tuple(parts), layout=plan.placement.name, capacity=layers[0].capacity
-        )
-        _publish(out, made)
-    except BaseException:
-        for part in parts:
-            if part.file not in before:
-                (out / part.file).unlink(missing_ok=True)
-        raise
-    return made
-
-
 def _publish(directory: Path, index: Index) -> None:
     """Let the index take the place of the one before, and remove what belongs to that."""
     for part in index.parts:

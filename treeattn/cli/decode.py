@@ -65,7 +65,7 @@ def command(
     missed its bound or differed between ranks.
     """
     world = options.world()
-    named = for_out(output, given(world, schemes) if schemes else [None])
+    named = for_out(output, [None] if schemes is None else given(world, schemes))
     output.open(source, expect, world=world)
     problem = Problem(world, source, layout)
     where, inputs = _placed(world, problem, device)

@@ -61,7 +61,7 @@ def command(
     result missed its bound or differed between ranks.
     """
     world = options.world()
-    named = for_out(output, given(world, schemes) if schemes else [None])
+    named = for_out(output, [None] if schemes is None else given(world, schemes))
     output.open(source, world=world)
     drafts = Drafts(world, source, layout, owner)
     judge = Judge(world, drafts, not no_check, None, False)

@@ -48,21 +48,6 @@ class Config:
     eos: tuple[int, ...]
     rope: Rope
 
-    @property
-    def kv_per_token(self) -> int:
-        """How many numbers a token's keys and values are, all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim
-
-    def ring_bytes(self, head_dim: int, ranks: int, itemsize: int) -> int:
-        """What a rank holds for a token of its own while a ring runs the prompt, beside its cache: x, what
-        the token attends to and the records, in float32; q, k and v; with other ranks the records so far, and
-        two blocks of keys and values. head_dim, itemsize: of caches (`Llama.cache_head_dim`)."""
-        records, kv = self.heads * (head_dim + 2), self.kv_heads * head_dim
-        computed, cached = self.hidden_size + self.heads * head_dim + records, self.heads * head_dim + 2 * kv
-        if ranks > 1:
-            computed, cached = computed + records, cached + 4 * kv
-        return 4 * computed + itemsize * cached
-
 
 #: What a field's value must be: the test, and its words.
 _WHOLE = (lambda value: type(value) is int and value >= 1, "a positive whole number")

@@ -8,7 +8,6 @@ however long the prompt is. All of it travels by MPI, arrays of a GPU staged thr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +18,7 @@ from treeattn.backends.device import Device
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.llama.config import Config
-from treeattn.llama.weights import EMBEDDING, HEAD, RandomWeights, Weights, shapes
+from treeattn.llama.weights import EMBEDDING, HEAD, RandomWeights, Weights
 from treeattn.partial import Array
 from treeattn.shards import block, parts
 
@@ -95,17 +94,6 @@ def sharded_axis(name: str, config: Config) -> ShardedAxis | None:
     axes = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": heads}
     axes |= {"gate_proj": mlp, "up_proj": mlp, "down_proj": mlp, "embed_tokens": tokens, "lm_head": tokens}
     return axes.get(name.split(".")[-2])
-
-
-def sharded_bytes(config: Config, size: int, itemsize: int) -> int:
-    """Bytes of weights on the last of `size` ranks, which has the most of every axis. itemsize: of matrices;
-    vectors are float32."""
-    total = 0
-    for name, shape in shapes(config).items():
-        axis, count = sharded_axis(name, config), math.prod(shape) * (4 if len(shape) == 1 else itemsize)
-        own = None if axis is None else axis.shard(size - 1, size)
-        total += count if axis is None or own is None else count // axis.length * (own.stop - own.start)
-    return total
 
 
 class TensorParallelGroup:

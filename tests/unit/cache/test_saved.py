@@ -57,8 +57,6 @@ def test_any_number_of_ranks_reads_what_another_wrote(tmp_path_factory, before, 
         act()
         plain.check()
     assert read_index(directory).about == {"of": seed}
-    saved.reshard(directory, directory / "other", other, where)
-    assert len(list((directory / "other").iterdir())) == other + 1
 
 
 def filled(size=3, tokens=7, **options):
@@ -252,8 +250,6 @@ def test_what_cannot_be_saved_or_loaded(tmp_path):
     assert "cannot be made" in str(save(ranks, tmp_path / "file")[0])
     save(ranks, tmp_path / "cache")
     assert "exceeds the capacity of 5" in str(load(tmp_path / "cache", 2, capacity=5, layout="zigzag")[1])
-    with pytest.raises(ArgumentError, match="is the cache that is read"):
-        saved.reshard(tmp_path / "cache", tmp_path / "cache", 2, "interleaved")
 
 
 def test_the_index_says_what_is_there(tmp_path):

@@ -190,7 +190,7 @@ def replaced(path, change):
         (lambda path: replaced(path, lambda t: t | {EMBEDDING: np.zeros((2, 96), np.float32)}),
          r"model.embed_tokens.weight has shape \[2, 96\], config.json makes it \[256, 96\]"),
         (lambda path: replaced(path, lambda t: {n: a.astype(np.int32) for n, a in t.items()}), "is int32: w"),
-        (lambda path: replaced(path, lambda t: {n: a.astype(bool) for n, a in t.items()}), "' is BOOL, w"),
+        (lambda path: replaced(path, lambda t: {n: a.astype(bool) for n, a in t.items()}), "is bool: w"),
         (lambda path: replaced(path, lambda t: t | {EMBEDDING: np.zeros((2, 96), np.float32)}),
          "model-00001-of-00002.safetensors: model.embed_tokens.weight has shape"),
         (lambda path: (path / INDEX).write_text((path / INDEX).read_text().replace("01-of", "02-of")),
