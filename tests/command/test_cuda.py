@@ -160,7 +160,7 @@ def test_a_transport_that_is_not_there_is_said_and_left_out(tmp_path, commands):
     ("ranks", "options"),
     [
         pytest.param(1, "--draft ngram", marks=pytest.mark.deep),
-        (3, "--transport host --weights sharded --prefill gather"),
+        (3, "--transport host --weights sharded"),
     ],
 )
 def test_generate_makes_the_tokens_of_the_processor(commands, tmp_path, ranks, options):

@@ -82,13 +82,13 @@ import sys, time
 from pathlib import Path
 from mpi4py import MPI
 from treeattn.llama import Llama, Session
-directory, weights, prefill, who, where = sys.argv[1:]
+directory, weights, who, where = sys.argv[1:]
 comm = MPI.COMM_WORLD
 def stop(here):
     if comm.rank == int(who) and here == where:
         time.sleep(300)
 model = Llama(directory, comm if weights == "sharded" else None)
-session = Session(comm, model, list(range(40)), capacity=50, prefill=prefill)
+session = Session(comm, model, list(range(40)), capacity=50)
 stop("prompt")
 logits = session.prefill(lambda layer: stop(f"layer {layer}"))
 stop("choice")
@@ -99,20 +99,19 @@ session.step(token)
 
 
 @pytest.mark.parametrize(
-    ("weights", "prefill", "who", "where", "waits"),
+    ("weights", "who", "where", "waits"),
     sample(1, [
-        ("replicated", "ring", 2, "prompt", "what all ranks plan together: 3 s without the other ranks,"),
-        ("replicated", "ring", 2, "layer 0", "the prefill's ring: 3 s without the blocks of rank "),
-        ("replicated", "gather", 2, "layer 0", "the prefill gathers keys and values: 3 s without the "),
-        ("replicated", "gather", 0, "layer 2", "the prompt's last token: 3 s without the other ranks,"),
-        ("replicated", "gather", 0, "choice", "the token that rank 0 chooses: 3 s without the other ranks,"),
-        ("sharded", "ring", 2, "layer 0", "the model's sharded weights: 3 s without the other ranks,"),
-        ("sharded", "ring", 2, "step", "the model's sharded weights: 3 s without the other ranks,"),
+        ("replicated", 2, "prompt", "what all ranks plan together: 3 s without the other ranks,"),
+        ("replicated", 2, "layer 0", "the prefill's ring: 3 s without the blocks of rank "),
+        ("replicated", 0, "layer 2", "the prompt's last token: 3 s without the other ranks,"),
+        ("replicated", 0, "choice", "the token that rank 0 chooses: 3 s without the other ranks,"),
+        ("sharded", 2, "layer 0", "the model's sharded weights: 3 s without the other ranks,"),
+        ("sharded", 2, "step", "the model's sharded weights: 3 s without the other ranks,"),
     ], seed=2),
 )  # fmt: skip
-def test_a_model_waits_no_longer_than_a_step(tmp_path, weights, prefill, who, where, waits):
+def test_a_model_waits_no_longer_than_a_step(tmp_path, weights, who, where, waits):
     write_model(tmp_path, "tied")
-    words = ("-m", "mpi4py", "-c", LLAMA, tmp_path, weights, prefill, who, where)
+    words = ("-m", "mpi4py", "-c", LLAMA, tmp_path, weights, who, where)
     # 3 seconds: so far apart may three ranks on two cores begin.
     done = run(*words, ranks=3, code=124, TREEATTN_TIMEOUT="3")
     lines = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]

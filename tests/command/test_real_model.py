@@ -31,7 +31,7 @@ pytestmark = [
     [
         (1, ()),
         (2, ("--weights", "sharded")),
-        (2, ("--weights", "sharded", "--draft", "ngram", "--prefill", "gather")),
+        (2, ("--weights", "sharded", "--draft", "ngram")),
         (3, ("--decode", "kv_ring")),
     ],
 )

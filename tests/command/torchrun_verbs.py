@@ -96,9 +96,8 @@ def main():
 
     rows, stands = drawn(1, 41, HEADS, DIM), np.arange(41)[shard]
     whole, _ = treeattn.prefill(rows, k[:1], v[:1], comm=alone)
-    for method in ("ring", "gather"):
-        out, _ = treeattn.prefill(rows[:, shard], mine[0][:1], mine[1][:1], positions=stands, method=method)
-        close([out], [whole[:, shard]])
+    out, _ = treeattn.prefill(rows[:, shard], mine[0][:1], mine[1][:1], positions=stands)
+    close([out], [whole[:, shard]])
 
     cache = treeattn.ShardedCache(capacity=64, batch=BATCH, kv_heads=KV_HEADS, head_dim=DIM, dtype="float32")
     for at in range(41):

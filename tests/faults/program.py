@@ -72,8 +72,6 @@ with treeattn.Decoder(comm, heads=4, scheme="binary_tree", **plan) as decoder:
     before("prefill")
     shards = drawn(1, 20, 4, 16), drawn(1, 20, 2, 16), drawn(1, 20, 2, 16)
     treeattn.prefill(*shards, comm=comm)
-    before("prefill by gather")
-    treeattn.prefill(*shards, comm=comm, method="gather")
     cache = treeattn.ShardedCache(comm, capacity=90, **plan)
     before("append")
     cache.append(np.ones((1, 30, 2, 16), np.float32), np.ones((1, 30, 2, 16), np.float32))

@@ -133,7 +133,7 @@ def faults() -> Iterator[tuple[Fault, str, str]]:
 
 #: Where rank 1 of a program that uses each class comes to grief, as `program.py` names it.
 PHASES = (
-    "planning", "a step", "between begin and finish", "decode", "merge", "prefill", "prefill by gather",
+    "planning", "a step", "between begin and finish", "decode", "merge", "prefill",
     "append", "a step of a cache", "save", "load", "verify", "accept", "cache nodes", "a plan of cache nodes",
     "a step of cache nodes", "a session", "a token", "close", "the end of the process",
 )  # fmt: skip

@@ -168,7 +168,6 @@ class Writing:
         self.comm, self.draw = comm, np.random.default_rng(seed)
         self.text = self.tokens(int(self.draw.integers(1, 20)))
         how = {
-            "prefill": str(self.draw.choice(["ring", "gather"])),
             "layout": str(self.draw.choice(["zigzag", "contiguous"])),
             "scheme": str(self.draw.choice(REPLICATED)),
         }

@@ -33,12 +33,12 @@ pytestmark = pytest.mark.mpi
 
 prefill_module = importlib.import_module("treeattn.decoder.prefill")  # beside it is the function of that name
 WAYS = [
-    ("replicated", "ring", None),
-    ("sharded", "gather", "kv_ring"),
-    ("replicated", "gather", "binary_tree"),
-    ("sharded", "ring", None),
-    ("replicated", "ring", "query_ring"),
-    ("replicated", "gather", "kv_ring"),
+    ("replicated", "zigzag", None),
+    ("sharded", "contiguous", "kv_ring"),
+    ("replicated", "contiguous", "binary_tree"),
+    ("sharded", "zigzag", None),
+    ("replicated", "zigzag", "query_ring"),
+    ("replicated", "contiguous", "kv_ring"),
 ]
 #: Every model one way, in turn, and one of them in all ways.
 CASES = [*zip(MODELS, itertools.cycle(WAYS)), *(("biases", way) for way in WAYS)]
@@ -62,10 +62,9 @@ def load(comm, directory, weights):
 
 @pytest.mark.parametrize(("name", "way"), CASES)
 def test_logits_and_tokens_are_hugging_faces(comm, written, name, way):
-    weights, prefill, scheme = way
+    weights, layout, scheme = way
     wanted, tokens = GOLDEN[f"{name}.logits"], GOLDEN[f"{name}.tokens"]
-    layout = "zigzag" if prefill == "ring" else "contiguous"
-    given = {"capacity": len(PROMPT) + 16, "scheme": scheme, "prefill": prefill, "layout": layout}
+    given = {"capacity": len(PROMPT) + 16, "scheme": scheme, "layout": layout}
     with Session(comm, load(comm, written(name), weights), PROMPT, **given) as session:
         logits = session.prefill()
         for step, token in enumerate(tokens if name == "biases" else tokens[: len(wanted)]):
@@ -76,10 +75,10 @@ def test_logits_and_tokens_are_hugging_faces(comm, written, name, way):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weights", "prefill"),
-    [("bfloat16", "sharded", "ring"), ("bfloat16", "replicated", "gather"), ("float16", "sharded", "gather")],
+    ("dtype", "weights"),
+    [("bfloat16", "sharded"), ("bfloat16", "replicated"), ("float16", "sharded")],
 )
-def test_weights_of_16_bits(comm, tmp_path, dtype, weights, prefill):
+def test_weights_of_16_bits(comm, tmp_path, dtype, weights):
     """In float32 caches they give what the same numbers in float32 give; caches of their type, the default,
     cost no more than rounding keys, values and queries does; and drafts change no token."""
     path, elements = comm.bcast(tmp_path), DTYPES[dtype]
@@ -97,31 +96,30 @@ def test_weights_of_16_bits(comm, tmp_path, dtype, weights, prefill):
     assert model.weight_bytes < 0.6 * 4 * sum(np.prod(s) for s in shapes(model.config).values())
     made = {}
     for cache_dtype, most in (("float32", 1e-5), (None, {"bfloat16": 0.03, "float16": 4e-3}[dtype])):
-        given = {"capacity": 400, "prefill": prefill, "cache_dtype": cache_dtype}
+        given = {"capacity": 400, "cache_dtype": cache_dtype}
         with Session(comm, model, PROMPT, **given) as session:
             assert session.decoder.shape.dtype == (cache_dtype or dtype)
             got = [session.prefill(), *map(session.step, tokens)]
         made[cache_dtype] = np.array(got)
         assert np.abs(made[cache_dtype] - wanted).max() < most * np.abs(wanted).max()
     assert np.abs(made[None] - wanted).max() > 1e-4 * np.abs(wanted).max()  # it is rounded
-    with Session(comm, model, PROMPT, capacity=400, prefill=prefill) as session:
+    with Session(comm, model, PROMPT, capacity=400) as session:
         greedy = generate(session, 12).tokens
     drafting = Drafting(8, Oracle(greedy, 3) if comm.rank == 0 else None)
-    with Session(comm, model, PROMPT, capacity=400, prefill=prefill, drafts=8) as session:
+    with Session(comm, model, PROMPT, capacity=400, drafts=8) as session:
         assert generate(session, 12, drafting=drafting).tokens == greedy
 
 
-@pytest.mark.parametrize("prefill", ["ring", "gather"])
-def test_a_prompt_of_fewer_tokens_than_ranks(comm, written, weights, prefill):
+def test_a_prompt_of_fewer_tokens_than_ranks(comm, written, weights):
     model = load(comm, written("biases"), weights)
-    with Session(comm, model, PROMPT[:3], capacity=20, prefill=prefill) as session:
+    with Session(comm, model, PROMPT[:3], capacity=20) as session:
         assert_logits(session.prefill(), GOLDEN["biases.short"])
         for token in PROMPT[3:19]:
             logits = session.step(int(token))
         session.step(5)
         with pytest.raises(ArgumentError, match="the cache is full: it was planned for 20 tokens"):
             session.step(5)
-    with Session(comm, model, PROMPT[:19], capacity=20, prefill=prefill) as session:
+    with Session(comm, model, PROMPT[:19], capacity=20) as session:
         assert_logits(session.prefill(), logits)
 
 
@@ -159,13 +157,12 @@ def test_a_prefill_holds_what_a_layer_hands_on_and_no_more(comm, written, weight
     assert 256 * bytes_of_a_token <= large - small <= 256 * (bytes_of_a_token + tables)
 
 
-@pytest.mark.parametrize("prefill", ["ring", "gather"])
-def test_a_callers_messages_stay_the_callers(comm, written, duplicates, prefill):
+def test_a_callers_messages_stay_the_callers(comm, written, duplicates):
     """And a session gives all communicators back."""
     mine, theirs = np.full(4, comm.rank, np.float32), np.empty(4, np.float32)
     sent = comm.Isend(mine, (comm.rank + 1) % comm.size)
     model = Llama(written("grouped_llama3"))
-    with Session(comm, model, PROMPT, capacity=len(PROMPT), prefill=prefill) as session:
+    with Session(comm, model, PROMPT, capacity=len(PROMPT)) as session:
         assert_logits(session.prefill(), GOLDEN["grouped_llama3.logits"][0])
     comm.Recv(theirs, (comm.rank - 1) % comm.size)
     sent.Wait()
@@ -283,7 +280,6 @@ REFUSED = [
     ({"prompt": [1.5]}, "the prompt has float64: token numbers are whole"),
     ({"capacity": 5000}, "the model was made for at most 4096"),
     ({"prompt": [3, 4], "capacity": 1}, "room for 1"),
-    ({"prefill": "none"}, "prefill 'none' is unknown"),
     ({"scheme": "nonsense"}, "there is no scheme 'nonsense'"),
     ({"drafts": 5, "scheme": "kv_ring"}, "attends while it communicates"),
 ]
@@ -327,7 +323,6 @@ def test_ranks_must_agree(comm, tied, tmp_path):
     ended.config = dataclasses.replace(model.config, eos=(comm.rank,))
     for changes, message in (
         ({"prompt": [comm.rank]}, "the prompt differs"),
-        ({"prefill": "gather" if comm.rank else "ring"}, "prefill differs between ranks"),
         ({"sampling": Sampling(1.0, seed=comm.rank)}, "sampling differs between ranks"),
         ({"model": ended}, r"the model's eos differs between ranks: \(0,\) on rank 0, \(1,\)"),
         ({"model": Llama(own)}, "digest of the model's norms differs between ranks"),
@@ -422,7 +417,7 @@ def test_drafts_layouts_and_ranks_change_no_bit_of_a_logit(comm, written):
     ways = [
         (MPI.COMM_SELF, {}, False),
         (comm, {}, False),
-        (comm, {"scheme": "chain", "layout": "contiguous", "prefill": "gather"}, True),
+        (comm, {"scheme": "chain", "layout": "contiguous"}, True),
         (comm, {"scheme": "binary_tree", "layout": "interleaved"}, True),
     ]
     for where, settings, drafted in ways:

@@ -40,14 +40,12 @@ def runtime(comm, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "sharded", "prefill"), [("biases", True, "gather"), ("grouped_llama3", False, "ring")]
-)
-def test_logits_and_tokens_are_hugging_faces(comm, written, name, sharded, prefill):
+@pytest.mark.parametrize(("name", "sharded"), [("biases", True), ("grouped_llama3", False)])
+def test_logits_and_tokens_are_hugging_faces(comm, written, name, sharded):
     model = Llama(written(name), comm if sharded else None, device="cuda")
     wanted, tokens = GOLDEN[f"{name}.logits"][:3], GOLDEN[f"{name}.tokens"]
     capacity = len(PROMPT) + len(wanted)
-    with Session(comm, model, PROMPT, capacity=capacity, prefill=prefill, scheme=HOST[sharded]) as session:
+    with Session(comm, model, PROMPT, capacity=capacity, scheme=HOST[sharded]) as session:
         logits = session.prefill()
         for row, token in zip(wanted, tokens, strict=False):
             assert_logits(logits, row)
@@ -55,10 +53,10 @@ def test_logits_and_tokens_are_hugging_faces(comm, written, name, sharded, prefi
             logits = session.step(int(token))
 
 
-@pytest.mark.parametrize(("sharded", "prefill"), [(False, "gather"), (True, "ring")])
-def test_a_prompt_of_fewer_tokens_than_ranks(comm, written, sharded, prefill):
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_prompt_of_fewer_tokens_than_ranks(comm, written, sharded):
     model = Llama(written("biases"), comm if sharded else None, device="cuda")
-    with Session(comm, model, PROMPT[:2], capacity=9, prefill=prefill, scheme=HOST[sharded]) as session:
+    with Session(comm, model, PROMPT[:2], capacity=9, scheme=HOST[sharded]) as session:
         session.prefill()
         assert_logits(session.step(PROMPT[2]), GOLDEN["biases.short"])
 

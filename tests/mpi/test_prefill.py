@@ -44,12 +44,11 @@ def drawn(comm, seed):
     return arrays, own, {"positions": positions, "rules": Rules(**rules), "begins": begins}
 
 
-@pytest.mark.parametrize("method", ["ring", "gather"])
-def test_reproducible_queries_have_the_bits_of_one_rank(comm, method):
+def test_reproducible_queries_have_the_bits_of_one_rank(comm):
     for seed in range(8):
         arrays, own, options = drawn(comm, seed)
         arrays = [array.astype(np.float32) if array.dtype == np.float64 else array for array in arrays]
-        how = {"comm": comm, "method": method, "scale": 0.3, "reproducible": "tokens"}
+        how = {"comm": comm, "scale": 0.3, "reproducible": "tokens"}
         out, lse = treeattn.prefill(*(array[:, own] for array in arrays), **how, **options)
         alone = how | {"comm": MPI.COMM_SELF}
         whole, whole_lse = treeattn.prefill(*arrays, **alone, **(options | {"positions": None}))
@@ -57,14 +56,11 @@ def test_reproducible_queries_have_the_bits_of_one_rank(comm, method):
         assert lse.tobytes() == whole_lse[..., own].tobytes()
 
 
-@pytest.mark.parametrize("method", ["ring", "gather"])
-def test_every_query_sees_what_the_rules_let_it_see(comm, method):
+def test_every_query_sees_what_the_rules_let_it_see(comm):
     for seed in range(12):
         arrays, own, options = drawn(comm, seed)
         q, k, v = arrays
-        out, lse = treeattn.prefill(
-            *(array[:, own] for array in arrays), comm=comm, method=method, scale=0.3, **options
-        )
+        out, lse = treeattn.prefill(*(array[:, own] for array in arrays), comm=comm, scale=0.3, **options)
         places, rules = np.arange(q.shape[1]), options["rules"]
         given = {name: getattr(rules, name) for name in ("causal", "window", "leading")}
         begins = 0 if options["begins"] is None else options["begins"]
@@ -89,7 +85,6 @@ def test_what_cannot_be_is_told_by_all(comm):
         "v is float64": {"v": one.astype(float) if odd else one},
         "k is float32 .1, 3, 2, 8.": {"k": np.ones((1, 3, 2, 8), np.float32)},
         "k has heads of 16": {"k": np.ones((1, 2, 2, 16), np.float32) if odd else one},
-        "method 'star' is unknown": {"method": "star"},
         "2 query heads cannot be grouped over 3": {"k": np.ones((1, 2, 3, 8), np.float32)},
     }
     if comm.size > 1:

@@ -98,12 +98,12 @@ def test_steps_of_a_cache_and_a_verifier(comm):
         assert_flat(comm, "cache and verifier", step, STEPS // 10, objects=STEPS // 10)
 
 
-@pytest.mark.parametrize("kind", ["merger", "prefill by ring", "prefill by gather"])
+@pytest.mark.parametrize("kind", ["merger", "prefill"])
 def test_steps_of_other_verbs(comm, kind):
     if kind == "merger":
         planned, given = Merger(comm, lse_shape=(1, 8, 4), head_dim=16), (K, np.zeros((1, 8, 4), np.float32))
     else:
-        planned, given = Prefill(comm, tokens=8, method=kind.split()[-1], **SHAPE), (K, K, K)
+        planned, given = Prefill(comm, tokens=8, **SHAPE), (K, K, K)
     with planned:
         assert_flat(comm, kind, lambda: planned(*given), STEPS // 10, warm=100)
 

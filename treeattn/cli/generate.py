@@ -27,7 +27,6 @@ from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
-from treeattn.decoder.prefill import PREFILLS
 from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.llama.config import Config
@@ -159,7 +158,6 @@ _sampling_options = options.grouped(
               help="Verify drafts found in the text, several at once.")  # fmt: skip
 @click.option("--draft-model", type=FILE, help="Verify what this small model says.")
 @click.option("--draft-tokens", type=click.IntRange(1, 64), default=7, help="Drafts of a step, at most.")
-@click.option("--prefill", type=click.Choice(list(PREFILLS)), default="ring")
 @options.layout_option("zigzag")
 @_sampling_options
 @click.option("--cache-dtype", type=click.Choice(CACHE_DTYPES),
@@ -186,7 +184,6 @@ def command(
     draft: str | None,
     draft_model: Path | None,
     draft_tokens: int,
-    prefill: str,
     layout: Layout,
     sampling: Sampling,
     cache_dtype: str | None,
@@ -248,7 +245,6 @@ def command(
     settings: dict[str, Any] = {
         "capacity": capacity,
         "scheme": how,
-        "prefill": prefill,
         "layout": str(layout),
         "drafts": draft_tokens + 1 if draft or draft_model else 0,
         "sampling": sampling,
@@ -276,8 +272,7 @@ def command(
             }
     with watchdog.Activity("what was measured"):
         facts = _facts(world, model, tokens, settings | planned, runs)
-    if load_cache is not None:
-        facts["prefill"] = f"loaded from {load_cache}"
+    facts["prefill"] = "ring" if load_cache is None else f"loaded from {load_cache}"
     facts |= {
         "model": str(directory),
         "weights": weights,

@@ -1,9 +1,8 @@
 """Attention of many queries that are sharded as the keys are: every rank attends with its own tokens.
 
-`gather`: keys and values of all ranks come together, and a rank attends in one pass. `ring`: blocks go round,
-a rank attends to one while the next arrives, and merges; no rank ever holds more than two. Both mask by
-position, so that any sharding is causal; zigzag balances the work. Keys and values travel from the host,
-those of a GPU staged through it.
+Blocks of keys and values go round, a rank attends to one while the next arrives, and merges; no rank ever
+holds more than two. Masks are by position, so that any sharding is causal; zigzag balances the work. Keys and
+values travel from the host, those of a GPU staged through it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from treeattn.agreement import Agreement
 from treeattn.attention import arrays
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
-from treeattn.attention.positions import Runs, as_runs
+from treeattn.attention.positions import Runs
 from treeattn.attention.shape import DTYPES, Shape, query_dtype
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime import watchdog
@@ -44,7 +43,6 @@ def prefill(
     *,
     positions: Array | None = None,
     comm: Given = None,
-    method: str = "ring",
     scale: float | None = None,
     rules: Rules = CAUSAL,
     begins: Array | None = None,
@@ -67,8 +65,6 @@ def prefill(
         given.
     comm : mpi4py.MPI.Intracomm or torch.distributed.ProcessGroup, optional
         The ranks; COMM_WORLD unless given.
-    method : {"ring", "gather"}
-        Whether blocks of keys go round, of which a rank holds two, or all come together on every rank.
     scale, begins
         As for `decode`.
     rules : Rules
@@ -106,19 +102,26 @@ def prefill(
         plan["dtype"] = query_dtype(given[0])
         if given[1].shape[3] != head_dim:
             raise ArgumentError(f"k has heads of {given[1].shape[3]}, q of {head_dim}: they must be the same")
-    settings: dict[str, Any] = {"positions": positions, "method": method, "scale": scale, "rules": rules}
+    settings: dict[str, Any] = {"positions": positions, "scale": scale, "rules": rules}
     settings["reproducible"] = reproducible
     with Prefill(comm, tokens=tokens, **settings, **plan) as planned:
         return arrays.give(planned(*given, begins=begins), q)
 
 
-class _Exchange:
-    """What the methods have in common: rows [batch, tokens, kv_heads, width] of every rank as bytes."""
+class _Ring:
+    """Blocks [batch, tokens, kv_heads, width] go from rank to rank as bytes; each is attended to while the
+    next arrives."""
 
     def __init__(self, shards: Sequence[Runs], rank: int, device: Device, shape: Shape) -> None:
+        size = len(shards)
         self.shards, self.rank, self.device = shards, rank, device
         self._elements = DTYPES[shape.dtype]
         self._rows = [(shape.batch, shape.kv_heads, width) for width in (shape.head_dim, shape.v_dim)]
+        self._before, self._after = (rank - 1) % size, (rank + 1) % size
+        most = max(map(len, shards)) if size > 1 else 0
+        self._buffers = self.empty(most), self.empty(most)
+        beside = " and ".join(f"rank {one}" for one in sorted({self._before, self._after}))
+        self._activity = watchdog.Activity("the prefill's ring", f"the blocks of {beside}")
 
     def count(self, tokens: int) -> list[int]:
         """Elements of k and of v, of so many tokens."""
@@ -146,52 +149,6 @@ class _Exchange:
         """Rows of words as the device's."""
         return self.device.from_host(np.ascontiguousarray(rows).view(self._elements))
 
-
-class _Gather(_Exchange):
-    """One message of each rank to all; it holds one layer of the whole prompt."""
-
-    def __init__(self, shards: Sequence[Runs], rank: int, device: Device, shape: Shape) -> None:
-        super().__init__(shards, rank, device, shape)
-        arriving = np.concatenate([runs.positions() for runs in shards])
-        order = np.argsort(arriving)
-        self._positions, places = as_runs(arriving[order]), np.argsort(order)
-        self._places = np.split(places, np.cumsum([len(runs) for runs in shards])[:-1])
-        self._activity = watchdog.Activity("the prefill gathers keys and values")
-
-    def blocks(self, comm: Any, k: Array, v: Array) -> Iterator[Block]:
-        mine = self.empty(k.shape[1])
-        self.packed(k, v, mine)
-        with self._activity:
-            everyones = self._gathered(comm, mine)
-        total = len(self._positions)
-        wholes = self.unpacked(self.empty(total), total)
-        for runs, places, flat in zip(self.shards, self._places, everyones, strict=True):
-            for whole, rows in zip(wholes, self.unpacked(flat, len(runs)), strict=True):
-                whole[:, places] = rows
-        keys, values = map(self.arrived, wholes)
-        yield self._positions, keys, values
-
-    def _gathered(self, comm: Any, mine: Array) -> list[Array]:
-        if comm.library != "mpi":
-            return list(comm.allgather(mine))
-        counts = [sum(self.count(len(runs))) for runs in self.shards]
-        flat = np.empty(sum(counts), mine.dtype)
-        comm.Allgatherv(mine, (flat, counts))
-        return np.split(flat, np.cumsum(counts)[:-1])
-
-
-class _Ring(_Exchange):
-    """Blocks go from rank to rank; each is attended to while the next arrives."""
-
-    def __init__(self, shards: Sequence[Runs], rank: int, device: Device, shape: Shape) -> None:
-        super().__init__(shards, rank, device, shape)
-        size = len(shards)
-        self._before, self._after = (rank - 1) % size, (rank + 1) % size
-        most = max(map(len, shards)) if size > 1 else 0
-        self._buffers = self.empty(most), self.empty(most)
-        beside = " and ".join(f"rank {one}" for one in sorted({self._before, self._after}))
-        self._activity = watchdog.Activity("the prefill's ring", f"the blocks of {beside}")
-
     def blocks(self, comm: Any, k: Array, v: Array) -> Iterator[Block]:
         """Of a layer: this rank's first, then those of the ranks before it."""
         size = len(self.shards)
@@ -214,17 +171,13 @@ class _Ring(_Exchange):
             held, coming = coming, held
 
 
-#: By name.
-PREFILLS: dict[str, type[_Gather] | type[_Ring]] = {"ring": _Ring, "gather": _Gather}
-
-
 class Prefill:
     """A planned `prefill`: attention of a whole prompt, layer after layer, over a communicator of its own.
     Planning, a call and closing are collective.
 
     Parameters
     ----------
-    comm, positions, method, scale, rules, reproducible
+    comm, positions, scale, rules, reproducible
         As for `prefill`.
     tokens : int
         How many this rank holds; 0 is right.
@@ -251,7 +204,6 @@ class Prefill:
         batch: int = 1,
         dtype: str = "bfloat16",
         v_dim: int | None = None,
-        method: str = "ring",
         scale: float | None = None,
         rules: Rules = CAUSAL,
         device: str = "cpu",
@@ -259,8 +211,6 @@ class Prefill:
     ) -> None:
         comm = communicators.intracomm(comm)
         with Agreement(comm) as agreed:
-            if method not in PREFILLS:
-                raise ArgumentError(f"method {method!r} is unknown: use one of {', '.join(PREFILLS)}")
             shape = Shape(batch, 1, heads, kv_heads, head_dim, dtype, v_dim=v_dim or 0)
             rules, factor = Rules.of(rules, heads), shape.logit_scale(scale)
             stated = Stated(positions, (tokens,))
@@ -272,7 +222,6 @@ class Prefill:
                 "the shape or dtype of q, k, v": shape,
                 "scale": factor,
                 "rules": rules,
-                "method": method,
                 "device": device,
                 "reproducible": reproducible,
                 "the layout of positions": stated.layout,
@@ -283,13 +232,12 @@ class Prefill:
         assert shards is not None
         with Agreement(comm):  # all that a rank may have no memory for, before another waits for it
             self._shape, self._device = shape, place
-            self._exchange = PREFILLS[method](shards, comm.rank, place, shape)
+            self._ring = _Ring(shards, comm.rank, place, shape)
             stands = shards[comm.rank].positions()
             if reproducible == "blocks":
                 check_blocks(shards[comm.rank], comm.size)
-            merges = method == "ring" and comm.size > 1
             self._parts = [
-                (rows, _Queries(shape, stands[rows], factor, place, merges, rules))
+                (rows, _Queries(shape, stands[rows], factor, place, comm.size > 1, rules))
                 for rows in parts(tokens, place.most_queries(heads, kv_heads))
             ]
             self._results = self._whole(tokens)
@@ -314,7 +262,7 @@ class Prefill:
         shape = replace(self._shape, queries=max(1, tokens))
         if tokens:
             self._device.admit(shape, q, k, v, None)
-        for number, (runs, keys, values) in enumerate(self._exchange.blocks(self._comm, k, v)):
+        for number, (runs, keys, values) in enumerate(self._ring.blocks(self._comm, k, v)):
             for rows, queries in self._parts if len(runs) else ():
                 queries.attend(q[:, rows], keys, values, runs, begins, merge=number > 0)
         for rows, queries in self._parts:

@@ -26,7 +26,6 @@ from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, Prefill
-from treeattn.decoder.prefill import PREFILLS
 from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.llama.model import Attend, Llama
@@ -60,7 +59,6 @@ class Session:
         As for `treeattn.decode`, rings too, and with sharded weights those that leave each rank its heads;
         unless given `head_scatter` with sharded weights. Several ranks of a GPU's model
         have to name a transport.
-    prefill : {"ring", "gather"}
     layout : str
         Which rank holds which token of the prompt; a later token lies on rank position mod size.
     drafts : int
@@ -90,21 +88,17 @@ class Session:
         *,
         capacity: int,
         scheme: str | Schedule | Reduction | None = None,
-        prefill: str = "ring",
         layout: str = "zigzag",
         drafts: int = 0,
         sampling: Sampling | None = None,
         cache_dtype: str | None = None,
     ) -> None:
         comm, config, sharded = communicators.intracomm(comm), model.config, model.comm is not None
-        self._method = prefill
         with Agreement(comm) as agreed:
             how = trees = Reduction.of(scheme or ("head_scatter" if sharded else None))
             if sharded and how.scheme is not None and select(how.scheme).row.scattered:
                 how, trees = replace(how, output="heads"), replace(how, scheme=None)
             self._begin(comm, model, prompt, capacity, sampling)
-            if prefill not in PREFILLS:
-                raise ArgumentError(f"prefill {prefill!r} is unknown: use one of {', '.join(PREFILLS)}")
             self._dtype = _checked_dtype(cache_dtype, model)
             if model.comm is not None and not _same_ranks(model.comm, comm):
                 raise ArgumentError("the model's weights are sharded over other ranks than the session's")
@@ -114,7 +108,6 @@ class Session:
                 "the prompt": f"{hashlib.sha256(self.prompt_tokens.tobytes()).hexdigest():.16} (its SHA-256)",
                 "capacity": capacity,
                 "layout": layout,
-                "prefill": prefill,
                 "cache_dtype": self._dtype,
                 "sampling": self._sampling,
                 "sharded weights": sharded,
@@ -177,7 +170,7 @@ class Session:
         if self.tokens != len(self.prompt_tokens):
             raise ArgumentError("the prompt was taken back: make a new session to run it")
         model, own, runs = self.model, self.prompt_positions, self._shards[self.comm.rank]
-        prompt: dict[str, Any] = {"tokens": len(own), "positions": runs, "method": self._method}
+        prompt: dict[str, Any] = {"tokens": len(own), "positions": runs}
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             cache = self._cache.layers[layer]
