@@ -83,7 +83,7 @@ def test_it_agrees_with_counting_on_schedules_from_nothing():
             ends = [rng.randint(start + 1, chunks) for start in starts]
             rounds.append(
                 tuple(
-                    Transfer(*pair, range(start, end), rng.random() < 0.6, rng.random() < 0.9)
+                    Transfer(*pair, range(start, end), rng.random() < 0.6)
                     for pair, start, end in zip(pairs, starts, ends, strict=True)
                 )
             )
