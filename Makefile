@@ -14,8 +14,6 @@
 #   bits-model    64 tokens of a real model by 40 ways of ranks, schemes, layouts, drafts: one hash (half an hour)
 #   fuzz          damaged inputs, mutated schedules, drawn jobs; FUZZ=100: so many times as many, new ones (a minute)
 #   fuzz-kernels  the compiled kernels under sanitizers, on drawn shapes, strides, alignments, pages (minutes)
-#   fuzz-guided   damaged inputs by atheris, guided by coverage; GUIDED=60 seconds of each kind
-#   fuzz-hours    these three by turns on two processors for HOURS=1 of their time, into docs/results/fuzz.json
 #   fuzz-visible  2000 drawn cases of what a query may see, on each number of ranks (minutes)
 #   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
 #   hf-demo       the same model by transformers over cache nodes (minutes)
@@ -65,7 +63,7 @@ torchrun = OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo timeout -k 10 1800 $(BIN)/tor
 	-m pytest -p no:pytest_mpi -x -q tests/huggingface
 
 .PHONY: help demo test test-quick test-deep test-models test-kernels test-changed-kernels test-mpi test-openmpi test-abi test-cluster
-.PHONY: gpu slurm-test faults mutants soak test-bits bits-model fuzz fuzz-kernels fuzz-guided fuzz-hours fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
+.PHONY: gpu slurm-test faults mutants soak test-bits bits-model fuzz fuzz-kernels fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
 .PHONY: docs venv links amd-compiler clean
 
 help:
@@ -126,21 +124,6 @@ units     = $(patsubst %,tests/unit/backends/test_%.py,cpu_backend cpu_pages cpu
 
 fuzz-kernels: .venv/.tests
 	$(sanitized) TREEATTN_FUZZ=$(FUZZ) $(PYTEST) --timeout 0 -s -m "not deep" tests/fuzz/test_kernels.py $(units)
-
-GUIDED ?= 60
-fuzz-guided: .venv/.tests .venv/.models
-	@$(BIN)/python -m pip install -q atheris==3.0.0
-	@mkdir -p build
-	@for kind in $$($(BIN)/python -c 'from tests.fuzz.inputs import INPUTS; print(*INPUTS)'); do \
-	    echo "== $$kind"; \
-	    $(BIN)/python -m tests.fuzz.guided $$kind $(GUIDED) >build/fuzz.log 2>&1 || { tail -n 40 build/fuzz.log; exit 1; }; \
-	    tail -n 12 build/fuzz.log; \
-	done
-
-HOURS ?= 1
-fuzz-hours: .venv/.tests .venv/.models
-	@$(BIN)/python -m pip install -q atheris==3.0.0
-	$(BIN)/python -m tests.fuzz.hours $(HOURS)
 
 # Drawn cases of what a query may see, against a dense oracle: 2000 on each number of ranks.
 fuzz-visible: .venv/.tests
@@ -208,7 +191,6 @@ soak: .venv/.tests
 	@mkdir -p build && rm -f build/soak.jsonl
 	UCX_MEM_EVENTS=n TREEATTN_SOAK_STEPS=$(SOAK) TREEATTN_SOAK_REPORT=build/soak.jsonl timeout -k 10 14400 $(MPIEXEC) -n $(SOAK_RANKS) \
 	    $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q tests/mpi/test_soak.py
-	$(BIN)/python tools/soak_plot.py build/soak.jsonl build/soak.svg
 
 # The same MPI ring with Open MPI, in an environment of its own: two MPI runtimes in one get in each other's
 # way. The variables let it run as root, on more ranks than cores, without its network interfaces.

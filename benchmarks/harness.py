@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from treeattn import launch
-from treeattn.backends.cuda import cupy_runtime
 from treeattn.errors import TreeattnError
 from treeattn.files import output_writer
 from treeattn.report import as_json
@@ -90,19 +89,6 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "load": os.getloadavg(),
     }
-
-
-def gpu() -> tuple[dict[str, Any], Any]:
-    """The software, and a stopwatch of this process's GPU; the script ends where there is none.
-
-    The software first, before anything is measured: it loads the MPI library, which may end the process.
-    """
-    if problem := cupy_runtime.problem():
-        stop(problem)
-    software = environment.software()
-    from treeattn.backends.cuda.cupy_stopwatch import CupyStopwatch
-
-    return software, CupyStopwatch()
 
 
 def seconds(

@@ -4,20 +4,15 @@
     mpiexec -n 2 python benchmarks/reproducible.py --json docs/results/reproducible.json
 
 The local part on one rank: attention of one query to a shard of 8 KV heads of 128, for 1 and 4 query heads
-each, on every instruction set of this machine; the fastest of all turns, and its ratio to the default's. With
---against DIR also to the default's of another checkout, which runs in turn in a process of its own. On
+each, on every instruction set of this machine; the fastest of all turns, and its ratio to the default's. On
 several ranks the reduction of 16 records of 128, and with what makes results of them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import harness
@@ -30,36 +25,20 @@ from treeattn.decoder.reproducible import REPRODUCIBLE
 from treeattn.study import environment
 
 KV_HEADS, HEAD_DIM = 8, 128
-#: A step for every line that comes: seconds.
-_OTHER = """
-import sys, time, ml_dtypes, numpy, treeattn
-dtype, group, kv_heads, tokens, dim = sys.argv[1], *map(int, sys.argv[2:])
-shapes = (1, 1, group * kv_heads, dim), (1, tokens, kv_heads, dim)
-q, k, v = (numpy.random.default_rng(1).standard_normal(shapes[n > 0]).astype(dtype) for n in range(3))
-decoder = treeattn.Decoder(None, heads=group * kv_heads, kv_heads=kv_heads, head_dim=dim, dtype=dtype)
-for line in sys.stdin:
-    began = time.perf_counter()
-    decoder.local(q, k, v)
-    print(time.perf_counter() - began, flush=True)
-"""
 TYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 
 def main() -> None:
-    checkout = {"type": Path, "help": "a checkout of treeattn"}
-    options = harness.options(__doc__, tokens=8192, turns=200, against=checkout)
+    options = harness.options(__doc__, tokens=8192, turns=200)
     world = communicators.world()
-    if world.size == 1:
-        rows = local(options.tokens, options.turns, options.against)
-    else:
-        rows = reduction(world, options.turns)
+    rows = local(options.tokens, options.turns) if world.size == 1 else reduction(world, options.turns)
     machine = environment.machine(world)
     if world.rank == 0:
         harness.show(rows)
         options.write({"rows": rows, "machine": machine})
 
 
-def local(tokens: int, turns: int, against: Path | None) -> list[dict[str, Any]]:
+def local(tokens: int, turns: int) -> list[dict[str, Any]]:
     """Of one rank, by instruction set, type and heads of a group."""
     draw = np.random.default_rng(1)
     rows = []
@@ -78,31 +57,8 @@ def local(tokens: int, turns: int, against: Path | None) -> list[dict[str, Any]]
                     how: functools.partial(harness.seconds, functools.partial(one.local, q, k, v))
                     for how, one in parts.items()
                 }
-                with other(against, name, group, tokens) as step:
-                    found = fastest(steps | ({} if step is None else {"other": step}), turns)
-                rows.append({"isa": isa, "dtype": name, "group": group, **found})
+                rows.append({"isa": isa, "dtype": name, "group": group, **fastest(steps, turns)})
     return rows
-
-
-@contextlib.contextmanager
-def other(checkout: Path | None, *arguments: object) -> Iterator[Callable[[], float] | None]:
-    """A step of the default in another checkout."""
-    if checkout is None:
-        yield None
-        return
-    words = [sys.executable, "-c", _OTHER, *map(str, (*arguments[:2], KV_HEADS, *arguments[2:], HEAD_DIM))]
-    with subprocess.Popen(  # whose directory comes first where Python looks for modules
-        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=checkout
-    ) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-
-        def step() -> float:
-            print(file=process.stdin, flush=True)
-            return float(process.stdout.readline())
-
-        yield step
-        process.stdin.close()
 
 
 def reduction(world: Any, turns: int) -> list[dict[str, Any]]:
@@ -142,15 +98,11 @@ def decoder(
 
 
 def fastest(steps: dict[str | None, Callable[[], float]], turns: int) -> dict[str, Any]:
-    """Microseconds of the default, and how many times as long the others take: as it, and as the other's."""
+    """Microseconds of the default, and how many times as long the others take."""
     best = {how: min(times) for how, times in harness.in_turn(steps, turns).items()}
-    default, others = best.pop(None), best.pop("other", None)
+    default = best.pop(None)
     row = {"default_us": round(default * 1e6, 1)}
-    row |= {str(how): round(one / default, 2) for how, one in best.items()}
-    if others is not None:
-        row |= {"other_us": round(others * 1e6, 1)}
-        row |= {f"{how}_of_other": round(one / others, 2) for how, one in best.items()}
-    return row
+    return row | {str(how): round(one / default, 2) for how, one in best.items()}
 
 
 if __name__ == "__main__":

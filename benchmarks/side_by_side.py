@@ -8,9 +8,8 @@ as reading the shard once while all ranks read; its error against the float64 or
 To be fair to the other:
 - It computes on the same numbers, copied beforehand into the layout that it documents, [batch, heads, tokens,
   head_dim] contiguous, in memory of the same kind (NumPy's, with huge pages where the system gives them).
-  A cache that lies as ours does, which it takes as a strided view, is a case of its own without a goal.
 - It is given its shard (`shard_kv_seq=False`) and the query, as ours is: nothing else is cut or moved.
-- Ours uses one thread per rank, so torch does; where torch's default is another, that is a case of its own.
+- Ours uses one thread per rank, and so does torch.
 - Every round runs all cases in random order, each as a step that is not timed, a barrier and a timed step. A
   time is that of the slowest rank, a ratio that of two times of one round. Read the medians over all rounds.
 - No step is faster than reading: the other's time over that of reading is the most that any step could reach.
@@ -22,7 +21,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-import time
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any
@@ -50,7 +48,6 @@ except ImportError as error:
     )
 else:
     MISSING = None
-    DEFAULT_THREADS = torch.get_num_threads()
 
 OURS, OTHER, READING = "treeattn", "tree_attn_decode", "reading the shard"
 GOALS = {"float32": 2.0, "bfloat16": 2.5}  # the other's time over ours, at least
@@ -77,35 +74,6 @@ class Problem:
         return reference.combine(everyone)[0], reference.error_bounds(everyone)[0]
 
 
-class Treeattn:
-    """A planned decoder's step, which notes how long its parts take: seconds, one list per part."""
-
-    def __init__(self, problem: Problem, scheme: str) -> None:
-        _, _, heads, head_dim = problem.q.shape
-        self.world, self.inputs = problem.world, (problem.q, problem.k, problem.v)
-        self.decoder = treeattn.Decoder(
-            problem.world, heads=heads, kv_heads=heads, head_dim=head_dim, dtype=problem.dtype, scheme=scheme
-        )
-        self.parts: list[tuple[float, float, float]] = []
-
-    def __call__(self) -> Any:
-        """What calling the decoder does."""
-        began = time.perf_counter()
-        self.decoder.local(*self.inputs)
-        computed = time.perf_counter()
-        self.decoder.reduce()
-        reduced = time.perf_counter()
-        out, _ = self.decoder.finish()
-        self.parts.append((computed - began, reduced - computed, time.perf_counter() - reduced))
-        return out
-
-    def part_milliseconds(self, rounds: int) -> dict[str, dict[str, float]]:
-        """Of the timed steps. Reducing is that of the rank which came last: the other one's is waiting."""
-        timed = np.array(self.world.allgather(self.parts[-2 * rounds :]))[:, 1::2] * 1e3  # [ranks, rounds, 3]
-        local, finish = timed[..., 0].max(0), timed[..., 2].max(0)
-        return {"local": spread(local), "reduce": spread(timed[..., 1].min(0)), "finish": spread(finish)}
-
-
 def as_torch(array: Any) -> Any:
     """The same memory as a tensor; NumPy's bfloat16 is not one of those that torch knows."""
     if array.dtype.name == "bfloat16":
@@ -113,23 +81,12 @@ def as_torch(array: Any) -> Any:
     return torch.from_numpy(array)
 
 
-def planned_other(problem: Problem) -> dict[str, Callable[[], Any]]:
-    """The other package's step: name -> a callable. The first is the one that the goals are about."""
+def planned_other(problem: Problem) -> Callable[[], Any]:
+    """The other package's step, over copies in the layout that it documents."""
     arrays = problem.q, problem.k, problem.v
-    copies = [as_torch(np.ascontiguousarray(array.transpose(0, 2, 1, 3))) for array in arrays]
-    views = [as_torch(array).transpose(1, 2) for array in arrays]
-    cases = {OTHER: planned_step(copies, 1), f"{OTHER}, arrays as ours": planned_step(views, 1)}
-    if DEFAULT_THREADS > 1:
-        cases[f"{OTHER}, {DEFAULT_THREADS} threads"] = planned_step(copies, DEFAULT_THREADS)
-    return cases
-
-
-def planned_step(tensors: list[Any], threads: int) -> Callable[[], Any]:
-    def step() -> Any:
-        torch.set_num_threads(threads)
-        return ring_attention_pytorch.tree_attn_decode(*tensors, shard_kv_seq=False)
-
-    return step
+    tensors = [as_torch(np.ascontiguousarray(array.transpose(0, 2, 1, 3))) for array in arrays]
+    torch.set_num_threads(1)
+    return lambda: ring_attention_pytorch.tree_attn_decode(*tensors, shard_kv_seq=False)
 
 
 def planned_reading(*arrays: Any) -> Callable[[], Any]:
@@ -173,48 +130,27 @@ def spread(values: Any) -> dict[str, float]:
 
 def compare(problem: Problem, scheme: str, rounds: int) -> dict[str, Any]:
     """Everything about one type of cache, for JSON."""
-    ours = Treeattn(problem, scheme)
-    others = planned_other(problem)
-    cases = {OURS: ours, READING: planned_reading(problem.k, problem.v), **others}
-    found = errors(problem, cases)
-    times = measure(problem.world, cases, rounds)
-    size = problem.world.allreduce(problem.k.nbytes + problem.v.nbytes)
-    facts = {
+    q, k, v = problem.q, problem.k, problem.v
+    heads, head_dim = q.shape[2:]
+    planned = {"heads": heads, "kv_heads": heads, "head_dim": head_dim, "dtype": problem.dtype}
+    with treeattn.Decoder(problem.world, **planned, scheme=scheme) as decoder:
+        cases = {
+            OURS: lambda: decoder(q, k, v)[0],
+            OTHER: planned_other(problem),
+            READING: planned_reading(k, v),
+        }
+        found = errors(problem, cases)
+        times = measure(problem.world, cases, rounds)
+    return {
         "dtype": problem.dtype,
-        "cache_bytes": size,
+        "cache_bytes": problem.world.allreduce(k.nbytes + v.nbytes),
         "milliseconds": {name: spread(values * 1e3) for name, values in times.items()},
-        "part_milliseconds": ours.part_milliseconds(rounds),
-        "read_rate_gb_s": spread(size / times[READING] / 1e9),
-        "times_faster": {name: spread(times[name] / times[OURS]) for name in others},
+        "times_faster": {OTHER: spread(times[OTHER] / times[OURS])},
         "times_faster_goal": GOALS[problem.dtype],
-        "times_faster_limit": spread(times[OTHER] / times[READING]),
         "times_reading": spread(times[OURS] / times[READING]),
         "times_reading_goal": READING_GOAL,
         "errors": found,
     }
-    ours.decoder.close()
-    return facts
-
-
-def show(result: dict[str, Any]) -> None:
-    def line(name: str, row: dict[str, float], goal: str = "") -> None:
-        print(f"  {name:44s} {row['median']:9.3f}  ({row['p5']:.3f} to {row['p95']:.3f}){goal}")
-
-    print(f"{result['dtype']}, a cache of {result['cache_bytes'] / 1e6:.0f} MB: median (p5 to p95)")
-    for name, row in result["milliseconds"].items():
-        line(f"{name}, ms", row)
-    for name, row in result["part_milliseconds"].items():
-        line(f"  {OURS}: {name}, ms", row)
-    line("all ranks read, GB/s", result["read_rate_gb_s"])
-    for name, row in result["times_faster"].items():
-        goal = f"  goal: at least {result['times_faster_goal']}" if name == OTHER else ""
-        line(f"{name} / {OURS}", row, goal)
-    line("  any step's limit, by reading", result["times_faster_limit"])
-    goal = f"  goal: at most {result['times_reading_goal']}"
-    line(f"{OURS} / {READING}", result["times_reading"], goal)
-    for name, row in result["errors"].items():
-        text = f"error max {row['max']:.2e}, rms {row['rms']:.2e}" if isinstance(row, dict) else f"{row:.2e}"
-        print(f"  {name:44s} {text}")
 
 
 def start_gloo(world: MPI.Intracomm) -> None:
@@ -256,10 +192,9 @@ def main() -> None:
         problem = Problem(world, options.tokens, options.heads, options.head_dim, dtype)
         results.append(compare(problem, options.scheme, options.rounds))
         if world.rank == 0:
-            show(results[-1])
+            harness.show([results[-1]])
     torch.distributed.destroy_process_group()
-    asked = options.asked | {"torch_default_threads": DEFAULT_THREADS}
-    facts = {"machine": machine, "software": software(), "options": asked, "results": results}
+    facts = {"machine": machine, "software": software(), "options": options.asked, "results": results}
     options.write(facts)
 
 
