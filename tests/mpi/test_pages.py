@@ -9,7 +9,6 @@ import treeattn
 from tests.support import arguments
 from tests.support.pages import in_pages
 from treeattn import reference
-from treeattn.attention.pages import own_pages
 from treeattn.errors import ArgumentError
 
 pytestmark = pytest.mark.mpi
@@ -26,6 +25,16 @@ def pool_of(lengths, seed=0, spare=3):
     return q, (k, v), (k_pool, v_pool), table
 
 
+def owned(table, owners, rank, lengths):
+    """(lengths, positions, block table) of a rank's pages, which stand at the same places in each sequence."""
+    place, held = np.arange(table.shape[1]), np.flatnonzero(owners == rank)
+    valid = np.clip(np.asarray(lengths)[:, None] - place * PAGE_SIZE, 0, PAGE_SIZE)
+    own = (valid > 0) & np.isin(table, held)
+    places = np.flatnonzero(own.any(axis=0))
+    numbers = np.where(own, np.searchsorted(held, table), -1)[:, places]
+    return (valid * own).sum(axis=1), [(int(p) * PAGE_SIZE, 1, PAGE_SIZE) for p in places], numbers
+
+
 @pytest.mark.parametrize(
     "rules",
     [
@@ -40,10 +49,10 @@ def test_any_owner_map_gives_the_same_attention(comm, rules):
         rng = np.random.default_rng(seed)
         q, (k, v), pool, table = pool_of([90 + seed], seed)
         owners = rng.integers(0, comm.size, len(pool[0]))
-        own = own_pages(table, owners, comm.rank, page_size=PAGE_SIZE, lengths=[90 + seed])
+        counts, positions, numbers = owned(table, owners, comm.rank, [90 + seed])
         stands = np.array([90 + seed - 1, 40])
         shard = [one[owners == comm.rank] for one in pool]
-        held = treeattn.Shard(*shard, own.lengths, own.positions, own.block_table)
+        held = treeattn.Shard(*shard, counts, positions, numbers)
         given = {"q_positions": stands, "rules": treeattn.Rules(**rules)}
         out, lse = treeattn.decode(q, held, comm=comm, **given)
         names = [name for name in ("causal", "window", "leading") if name in rules]
@@ -82,14 +91,14 @@ def test_a_decoder_whose_sequences_grow_by_pages(comm):
         treeattn.Decoder(comm, **shape, rules=treeattn.Rules(causal=True)) as plain,
     ):
         for lengths in ([1, 1], [8, 9], [17, 9], [64, 30], [70, 33]):
-            own = own_pages(table, owners, comm.rank, page_size=PAGE_SIZE, lengths=lengths)
+            counts, positions, numbers = owned(table, owners, comm.rank, lengths)
             stands = np.array([[total - 1, rng.integers(total)] for total in lengths])
-            held = treeattn.Shard(*shard, own.lengths, own.positions, own.block_table)
+            held = treeattn.Shard(*shard, counts, positions, numbers)
             out, lse = paged(q, held, q_positions=stands)
-            row = [one[np.maximum(own.block_table, 0)].reshape(2, -1, 2, 64) for one in shard]
-            if own.block_table.shape[1] == 0:
+            row = [one[np.maximum(numbers, 0)].reshape(2, -1, 2, 64) for one in shard]
+            if numbers.shape[1] == 0:
                 row = [np.zeros((2, 0, 2, 64), np.float32)] * 2
-            wanted = plain(q, treeattn.Shard(*row, own.lengths, own.positions), q_positions=stands)
+            wanted = plain(q, treeattn.Shard(*row, counts, positions), q_positions=stands)
             assert (out.tobytes(), lse.tobytes()) == tuple(array.tobytes() for array in wanted)
 
 

@@ -1,4 +1,4 @@
-"""Caches in pages: what a block table says, whether it can be, and what of a whole one is a rank's.
+"""Caches in pages: what a block table says, and whether it can be.
 
 Token t of sequence b lies in page block_table[b, t // page_size], in slot t % page_size. Pages lie anywhere,
 in any order, and sequences may share them.
@@ -7,15 +7,12 @@ in any order, and sequences may share them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from treeattn.attention import arrays
 from treeattn.attention.mask_tables import MaskTables
-from treeattn.attention.positions import Runs
-from treeattn.attention.shape import check_number
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 
@@ -144,70 +141,3 @@ def rows_of(cache: Array, table: Array, tokens: Array) -> Array:
     page_size = cache.shape[1]
     rows: Array = cache[table[tokens // page_size], tokens % page_size]
     return rows
-
-
-@dataclass(frozen=True, slots=True)
-class OwnPages:
-    """What a rank passes to `treeattn.decode`: block_table int32 [batch, pages], lengths int64 [batch].
-
-    places: int64 [batch, pages], the how manyth page of its sequence each entry is; -1 where there is none.
-    """
-
-    block_table: Array
-    lengths: Array
-    places: Array
-    page_size: int
-
-    @property
-    def positions(self) -> Runs:
-        """Of the rank's tokens in the order of the table, those of pages that are not full yet among them.
-
-        Raises `ArgumentError` where sequences have other places on this rank: ``positions=`` is one for all.
-        """
-        common = self.places.max(axis=0, initial=-1)
-        other = (self.places >= 0) & (self.places != common)
-        if other.any():
-            raise ArgumentError(
-                f"sequence {int(np.argwhere(other)[0, 0])} has other places on this rank than another one, "
-                "and positions= is one for all: decode them apart, or give pages to ranks by their place"
-            )
-        joined = np.flatnonzero(np.diff(common, prepend=-2) != 1)  # where pages do not follow one another
-        counts = np.diff(joined, append=len(common))
-        starts = common[joined] * self.page_size
-        return Runs(
-            (int(start), 1, int(count) * self.page_size) for start, count in zip(starts, counts, strict=True)
-        )
-
-
-def own_pages(block_table: Array, owners: Array, rank: int, *, page_size: int, lengths: Array) -> OwnPages:
-    """What of a block table over all ranks is this rank's.
-
-    block_table: integers [batch, pages of a sequence], numbers of pages of the whole pool; behind `lengths`
-    anything. owners: integers [pages of the pool], the rank of each; a rank has its pages in the order of
-    their numbers, ``pool[owners == rank]``. lengths: [batch], tokens of the whole sequences.
-
-    Raises `ArgumentError` for a table that cannot be.
-    """
-    owners, lengths = np.asarray(owners), np.asarray(lengths)
-    if lengths.ndim != 1 or lengths.dtype.kind not in "iu" or (lengths < 0).any():
-        raise ArgumentError(
-            f"lengths are {lengths.dtype} {list(lengths.shape)}: whole numbers [batch] from 0 on are needed"
-        )
-    if owners.ndim != 1 or (owners.dtype.kind not in "iu" and owners.size):
-        raise ArgumentError(
-            f"owners are {owners.dtype} {list(owners.shape)}: whole numbers [pages of the pool] are needed, "
-            "the rank of each page"
-        )
-    check_number("page_size", page_size)
-    table, lengths = as_table(block_table, len(lengths)), lengths.astype(np.int64)
-    CheckedTable().check(table, (len(owners), page_size), lengths, None)
-    place = np.arange(table.shape[1])
-    valid = np.clip(lengths[:, None] - place * page_size, 0, page_size)  # tokens of each entry
-    held = np.flatnonzero(owners == rank)
-    own = (valid > 0) & np.isin(table, held)
-    order = np.argsort(~own, axis=1, kind="stable")[:, : int(own.sum(axis=1).max(initial=0))]
-    there = np.take_along_axis(own, order, axis=1)
-    numbers = np.where(there, np.searchsorted(held, np.take_along_axis(table, order, axis=1)), -1)
-    return OwnPages(
-        numbers.astype(np.int32), (valid * own).sum(axis=1), np.where(there, order, -1), int(page_size)
-    )

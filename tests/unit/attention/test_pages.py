@@ -1,4 +1,4 @@
-"""Block tables: what is read of them, what cannot be, and whose pages hold which tokens."""
+"""Block tables: what is read of them, and what cannot be."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
-from treeattn.attention.pages import CheckedTable, as_table, own_pages, rows_of
+from treeattn.attention.pages import CheckedTable, as_table
 from treeattn.attention.positions import Runs
 from treeattn.errors import ArgumentError
 
@@ -93,77 +93,3 @@ def test_pages_between_what_queries_see_may_be_gone() -> None:
         broken[0, entry] = -1
         with pytest.raises(ArgumentError, match=rf"block_table\[0, {entry}\] is -1"):
             check(broken, [40], 8, visible)
-
-
-def test_every_token_is_on_one_rank_at_its_position() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(50):
-        size, page_size, pool = int(rng.integers(1, 5)), int(rng.integers(1, 9)), 40
-        lengths = rng.integers(0, 12 * page_size, 3)
-        table = np.stack([rng.permutation(pool)[:12] for _ in lengths])
-        owners = rng.integers(0, size, pool)
-        cache = rng.standard_normal((pool, page_size, 1, 2))
-        for b, length in enumerate(lengths.tolist()):  # one at a time: ranks have other places of each
-            whole = rows_of(cache, table[b], np.arange(length))
-            found = np.full(whole.shape, np.nan)
-            for rank in range(size):
-                own = own_pages(table[b : b + 1], owners, rank, page_size=page_size, lengths=[length])
-                count = int(own.lengths[0])
-                positions = own.positions.positions(0, count)
-                assert np.isnan(found[positions]).all()
-                found[positions] = rows_of(cache[owners == rank], own.block_table[0], np.arange(count))
-            np.testing.assert_array_equal(found, whole)
-
-
-def test_sequences_whose_pages_go_by_place_have_common_positions() -> None:
-    """Place p on rank p mod 3: runs join where places do, and go on to the end of a page."""
-    table = np.arange(14).reshape(2, 7)
-    owners = np.tile(np.arange(7) % 3, 2)
-    own = own_pages(table, owners, 0, page_size=4, lengths=[26, 3])
-    assert own.block_table.tolist() == [[0, 1, 2], [3, -1, -1]]
-    assert own.lengths.tolist() == [10, 3]
-    assert own.positions == Runs([(0, 1, 4), (12, 1, 4), (24, 1, 4)])
-    alone = own_pages(table, owners * 0, 0, page_size=4, lengths=[26, 28])
-    assert alone.positions == Runs([(0, 1, 28)])
-    nothing = own_pages(table, owners, 3, page_size=4, lengths=[26, 3])
-    assert nothing.block_table.shape == (2, 0)
-    assert nothing.lengths.tolist() == [0, 0]
-    assert nothing.positions == Runs([])
-
-
-def test_sequences_with_other_places_have_no_common_positions() -> None:
-    own = own_pages([[0, 1], [2, 3]], [0, 1, 1, 0], 0, page_size=4, lengths=[8, 8])
-    assert own.block_table.tolist() == [[0], [1]]
-    with pytest.raises(ArgumentError, match="has other places on this rank"):
-        _ = own.positions
-
-
-def test_own_pages_looks_at_nothing_behind_lengths() -> None:
-    own = own_pages([[2, 99, -7], [0, 1, 99]], [1, 0, 1], 1, page_size=4, lengths=[3, 8])
-    assert own.block_table.tolist() == [[1], [0]]
-    assert own.lengths.tolist() == [3, 4]
-    narrow = own_pages(
-        [list(range(16))], np.zeros(16, int), 0, page_size=16, lengths=np.array([250], np.uint8)
-    )
-    assert narrow.lengths.tolist() == [250]
-    nothing = own_pages([[-1]], [], 0, page_size=4, lengths=[0])
-    assert nothing.block_table.shape == (1, 0)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"block_table": [[0, 3]]}, "but k and v have 2 pages"),
-        ({"owners": [[0, 0]]}, r"owners are int64 \[1, 2\]"),
-        ({"owners": [0.0, 0.0]}, "owners are float64"),
-        ({"lengths": [-1]}, r"whole numbers \[batch\] from 0 on"),
-        ({"lengths": 3}, r"whole numbers \[batch\] from 0 on"),
-        ({"page_size": 0}, "page_size must be a positive whole number"),
-        ({"page_size": 4.5}, "page_size must be a positive whole number"),
-    ],
-)
-def test_what_nobody_can_own(change: dict[str, Any], message: str) -> None:
-    given: dict[str, Any] = {"block_table": [[0, 1]], "owners": [0, 0], "page_size": 4, "lengths": [8]}
-    given |= change
-    with pytest.raises(ArgumentError, match=message):
-        own_pages(given.pop("block_table"), given.pop("owners"), 0, **given)
