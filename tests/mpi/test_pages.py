@@ -26,7 +26,7 @@ def pool_of(lengths, seed=0, spare=3):
 
 
 def owned(table, owners, rank, lengths):
-    """(lengths, positions, block table) of a rank's pages, which stand at the same places in each sequence."""
+    """(lengths, positions, block table) of a rank's pages, at the same places in each sequence."""
     place, held = np.arange(table.shape[1]), np.flatnonzero(owners == rank)
     valid = np.clip(np.asarray(lengths)[:, None] - place * PAGE_SIZE, 0, PAGE_SIZE)
     own = (valid > 0) & np.isin(table, held)
