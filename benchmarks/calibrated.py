@@ -7,8 +7,8 @@ On the emulated cluster, as root:
 
 `treeattn calibrate`, then `treeattn compare` of every schedule at payloads that calibration did not use,
 then `treeattn plot --figures predicted`. Goals: the median of |predicted / measured - 1| over all schemes and
-sizes under 20 percent, and the scheme that `auto` would take within 10 percent of the best measured, at every
-size.
+sizes under 20 percent, and of CHOSEN_FROM the one that is predicted to be fastest within 10 percent of
+the best measured, at every size.
 Left in FOLDER: cluster.toml, compare.jsonl.xz, calibrated.json, predicted-*.png.
 """
 
@@ -26,12 +26,17 @@ from treeattn.cli import compare_table
 from treeattn.cli.compare_table import pairs
 from treeattn.collectives import names
 from treeattn.collectives.clusters.fit import RECORDS
-from treeattn.decoder.fastest import candidates
 from treeattn.selection import select
 from treeattn.study import environment
 from treeattn.study.compare.results import compared_series, read, summarise
 
 HEADS = (2, 8, 32, 128)  # of 520 bytes; calibration has 1, 4, 16, 64, 256
+CHOSEN_FROM = (
+    "recursive_doubling", "k_nomial_tree", "k_nomial_tree:radix=4", "double_binary_tree", "bine",
+    "reduce_scatter_gather", "reduce_scatter_gather:order=near", "circulant", "hierarchical",
+    "hierarchical:inner=k_nomial_tree", "hierarchical:inner=(k_ary_tree:radix=8)", "split_rail",
+    "multi_leader", "all_gather_merge", "ring", "recursive_multiplying",
+)  # fmt: skip
 LINES = "compare.jsonl.xz"
 GOAL_ERROR, GOAL_CHOICE = 0.20, 1.10
 TREEATTN = (sys.executable, "-m", "treeattn")
@@ -58,12 +63,12 @@ def measure(folder: Path, ranks: int, schemes: list[str], seconds: float, repeti
     lines.unlink()
 
 
-def judged(folder: Path, ranks: int) -> dict:
-    """Errors of all points, as `compare` sums them up, and what auto's choice costs beside the best, size by
-    size."""
+def judged(folder: Path) -> dict:
+    """Errors of all points, as `compare` sums them up, and the time of what prediction chooses, of the best
+    measured, size by size."""
     cases, choices = [], []
     summaries = summarise(read(folder / LINES))
-    named = {select(scheme).text for scheme in candidates(ranks)}
+    named = {select(scheme).text for scheme in CHOSEN_FROM}
     for heads in HEADS:
         of_case = [one for one in summaries if one.key.heads == heads]
         series = compared_series(of_case)
@@ -104,11 +109,11 @@ def main() -> None:
         note={"default": "", "help": "how quiet the machine was"},
     )
     assert not {*HEADS} & {*RECORDS}, "a size was calibrated with"
-    schemes = dict.fromkeys(select(name).text for name in (*names("schedule"), *candidates(options.ranks)))
+    schemes = dict.fromkeys(select(name).text for name in (*names("schedule"), *CHOSEN_FROM))
     load = os.getloadavg()
     if not options.again:
         measure(options.out, options.ranks, [*schemes], options.seconds, options.repetitions)
-    found = judged(options.out, options.ranks)
+    found = judged(options.out)
     facts = {
         **environment.software(), "cpu": environment.cpu_name(), "cores": os.cpu_count(),
         "load_before": load, "note": options.note, "ranks": options.ranks, **found,
@@ -120,7 +125,7 @@ def main() -> None:
         f"{found['ratios_in_interval']:.0%} of the ratios"
     )
     for choice in found["choices"]:
-        print("{bytes:>7} bytes: auto takes {taken}, {ratio:.2f} times the best, {best}".format(**choice))
+        print("{bytes:>7} bytes: predicted is {taken}, {ratio:.2f} times the best, {best}".format(**choice))
     print(f"worst choice {found['worst_choice']:.2f} times the best (goal {GOAL_CHOICE})")
 
 

@@ -25,8 +25,4 @@ def select(scheme: str | Schedule) -> Selection:
 
 @functools.lru_cache(maxsize=256)
 def _read(scheme: str) -> Selection:
-    if scheme.startswith("auto"):
-        from treeattn.decoder.request import auto_selection
-
-        return auto_selection(scheme) or catalog.select(scheme, CATALOG)
     return catalog.select(scheme, CATALOG)

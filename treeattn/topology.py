@@ -110,15 +110,14 @@ class Topology:
 
     @property
     def over_sockets(self) -> str:
-        """The scheme over sockets, nodes and the network that `hierarchical` can be, as it is named; where
-        ranks of a socket do not follow one another no name says it, and ``auto`` alone tries it. Empty where
-        sockets are no level."""
+        """The scheme over sockets, nodes and the network that `hierarchical` can be, as it is named. Empty
+        where sockets are no level, and where ranks of a socket do not follow one another: no name says it."""
         if not self.sockets:
             return ""
         one = next(one for one in nested(*self.cluster()) if one.tier == _SOCKET)
         name = build(one.text, len(self.ranks), nodes=one.groups).name
         in_order = [rank for group in one.groups for rank in group] == list(range(len(self.ranks)))
-        return name if in_order else "auto (ranks of a socket do not follow one another)"
+        return name if in_order else ""
 
     def drawing(self) -> str:
         """Ranks and devices on sockets on nodes, and what joins GPUs, as text."""

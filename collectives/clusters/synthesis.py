@@ -1,19 +1,13 @@
-"""Schedules for a machine: the catalogue searched through, and its best made better transfer by transfer.
+"""Schedules for a machine: the catalogue searched through, with all its parameters and ranks reordered.
 
 Every candidate is proved by the checker and priced by the simulator. Three things count: time, bytes of the
-busiest network card, and how identical bits come about (class A needs less of an executor than class C).
-What is not beaten in all three is the Pareto front.
-
-The local search takes a schedule and changes one thing at a time: a transfer goes a round earlier or later,
-one rank's transfers to or from another are turned to a third, or two ranks change places. What the checker
-refuses is no schedule; what the simulator finds slower is dropped. As in TACCL (Shah et al., NSDI 2023) the
-simulator stands for the machine; unlike there nothing is optimal, only proved and faster.
+busiest NIC, and how identical bits come about (class A needs less of an executor than class C). What is not
+beaten in all three is the Pareto front.
 """
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import isqrt
 from typing import NamedTuple
@@ -25,7 +19,7 @@ from treeattn.collectives.clusters.levels import Nested, nested
 from treeattn.collectives.clusters.placement import Placement, node_groups, suited
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.combinators import on_ranks
-from treeattn.collectives.schedule import Round, Schedule, Transfer
+from treeattn.collectives.schedule import Schedule
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import RestrictionError, ScheduleError
 
@@ -107,25 +101,6 @@ def front(found: Iterable[Priced]) -> list[Priced]:
     return sorted(kept.values(), key=lambda one: one.time)
 
 
-def improved(
-    machine: Machine, start: Priced, moves: int, seed: int = 0, say: Callable[[str], object] = _nothing
-) -> Priced:
-    """The best that so many tried moves lead to from `start`; faster, or as fast with fewer bytes."""
-    draw, best = random.Random(seed), start
-    for tried in range(moves):
-        say(f"{start.name}: tried {tried} of {moves} changes")
-        changed = _moved(draw, best.schedule)
-        if changed == best.schedule.rounds:
-            continue
-        try:
-            other = priced(machine, f"{start.name}, improved", replace(best.schedule, rounds=changed))
-        except ScheduleError:
-            continue
-        if (other.time, other.card) < (best.time, best.card):
-            best = other
-    return best
-
-
 def _reordered(machine: Machine, schedule: Schedule) -> Schedule:
     """The ranks of the schedule become those that sit where `suited` would put them."""
     wanted = suited(machine.cluster, schedule)
@@ -134,53 +109,6 @@ def _reordered(machine: Machine, schedule: Schedule) -> Schedule:
     becomes = dict(zip(order, sits, strict=True))
     ranks = [becomes[rank] for rank in range(schedule.size)]
     return replace(schedule, rounds=on_ranks(schedule.rounds, ranks))
-
-
-def _moved(draw: random.Random, schedule: Schedule) -> tuple[Round, ...]:
-    if schedule.size < 2 or not schedule.rounds:
-        return schedule.rounds
-    return draw.choice((_exchanged, _turned, _shifted))(draw, schedule)
-
-
-def _exchanged(draw: random.Random, schedule: Schedule) -> tuple[Round, ...]:
-    """Two ranks change places."""
-    one, other = draw.sample(range(schedule.size), 2)
-    ranks = list(range(schedule.size))
-    ranks[one], ranks[other] = other, one
-    return on_ranks(schedule.rounds, ranks)
-
-
-def _turned(draw: random.Random, schedule: Schedule) -> tuple[Round, ...]:
-    """What a rank exchanges with its partner, it exchanges with another instead."""
-    chosen = draw.choice(draw.choice(schedule.rounds))
-    rank, partner = draw.choice(((chosen.src, chosen.dst), (chosen.dst, chosen.src)))
-    instead = draw.choice([other for other in range(schedule.size) if other != rank])
-
-    def turned(t: Transfer) -> Transfer:
-        if (t.src, t.dst) == (rank, partner):
-            return t._replace(dst=instead)
-        return t._replace(src=instead) if (t.src, t.dst) == (partner, rank) else t
-
-    return tuple(tuple(map(turned, round_)) for round_ in schedule.rounds)
-
-
-def _shifted(draw: random.Random, schedule: Schedule) -> tuple[Round, ...]:
-    """A transfer goes a round earlier or later; a round that was left empty goes."""
-    at = draw.randrange(len(schedule.rounds))
-    to = at + draw.choice((-1, 1))
-    moving = draw.randrange(len(schedule.rounds[at]))
-    return tuple(filter(None, _shift(schedule.rounds, at, moving, to)))
-
-
-def _shift(rounds: Sequence[Round], at: int, moving: int, to: int) -> Iterator[Round]:
-    transfer = rounds[at][moving]
-    if to < 0:
-        yield (transfer,)
-    for number, round_ in enumerate(rounds):
-        kept = tuple(t for index, t in enumerate(round_) if (number, index) != (at, moving))
-        yield (*kept, transfer) if number == to else kept
-    if to == len(rounds):
-        yield (transfer,)
 
 
 # Of `candidates`.

@@ -60,12 +60,6 @@ def prices(cluster: Cluster) -> dict[str, Price]:
     return found
 
 
-def half_off(cluster: Cluster) -> float:
-    """Half of what is predicted of schedules that no price was fitted to is off by more than this, as a
-    fraction, where prices are right."""
-    return BLIND.median if cluster.scatter is None else MEDIAN * cluster.scatter
-
-
 def moved(cluster: Cluster, executors: Collection[str] | None = None) -> Iterator[Cluster]:
     """Clusters with prices wrong in one independent way each, `STEP` of its standard deviation. What a time
     differs by in them, divided by `STEP`, are its errors to first order, and independent.

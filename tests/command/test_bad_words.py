@@ -127,7 +127,6 @@ BAD = {
         chain                                               | --ranks N: over how many ranks
         chain --ranks 0                                     | 0 is not in the range
         chian --ranks 4                                     | there is no scheme 'chian'
-        auto --ranks 4                                      | auto takes the fastest of many
         k_ary_tree:radix=1 --ranks 4                        | radix=1 is not allowed
         hierarchical --ranks 4 --nodes 5                    | 4 ranks cannot fill 5 nodes
         hierarchical --ranks 4 --nodes 3+3                  | adds up to 6 ranks, --ranks says 4
@@ -156,7 +155,6 @@ BAD = {
         --cluster laptop --ranks 2 --traffic 100%           | give a share below 100%
         --cluster laptop --ranks 2 --baseline ring          | not among what is simulated
         --cluster laptop --ranks 2 --schemes {own}          | own.json: size: the schedule is for 3 ranks
-        --cluster laptop --ranks 2 --schemes auto           | auto takes the fastest of many
         --cluster laptop --ranks 2 --schemes mpi_allreduce  | has no schedule
         --cluster laptop --ranks 2 --schemes sorcery        | there is no scheme
         --cluster laptop --ranks 2 --tokens 9 --kv-heads 3  | --kv-heads 3 does not divide --heads 16

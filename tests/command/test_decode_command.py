@@ -360,12 +360,6 @@ def test_singletons_are_noticed():
     assert "launcher" in done.stderr
 
 
-def test_auto_says_what_it_took():
-    done = treeattn("decode", CACHE, "--scheme", "auto", "--repeat", 1, ranks=3)
-    assert "auto: took " in done.stdout
-    assert "on detected" in " ".join(done.stdout.split())
-
-
 def test_without_a_launcher_it_is_one_rank():
     done = treeattn("decode", CACHE, "--check")
     assert "1 rank on 1 node" in done.stdout

@@ -28,15 +28,19 @@ def test_the_winner_is_proved_drawn_simulated_and_run(tmp_path):
     assert "tuned@" in done.stdout
 
 
-def test_the_same_search_gives_the_same_schedule(tmp_path):
-    words = ("tune", "--cluster", "pcie-islands", "--ranks", 8, "--placement", "cyclic")
-    found = []
-    for name in ("a.json", "b.json"):
-        in_process(*words, "--moves", 100, "--out", tmp_path / name)
-        found.append((tmp_path / name).read_text())
-    assert found[0] == found[1]
+def test_the_name_to_pass_is_the_fastest_that_has_one(tmp_path):
+    facts = tmp_path / "facts.json"
+    words = ("--cluster", "pcie-islands", "--ranks", 8, "--placement", "cyclic")
+    done = in_process("tune", *words, "--json", facts)
+    found = json.loads(facts.read_text())
+    times = {row["schedule"]: row["microseconds"] for row in found["rows"]}
+    name = found["scheme"]
+    assert f"--scheme '{name}'" in done.stdout
+    assert times[name] == min(time for text, time in times.items() if "," not in text)
+    in_process("simulate", *words, "--schemes", name, "--json", facts)
+    assert json.loads(facts.read_text())["rows"][0]["microseconds"] == pytest.approx(times[name])
 
 
 def test_the_variable_names_the_cluster():
-    done = in_process("tune", "--ranks", 2, "--moves", 0, TREEATTN_CLUSTER="dual-4090")
+    done = in_process("tune", "--ranks", 2, TREEATTN_CLUSTER="dual-4090")
     assert "2 ranks on dual-4090 (TREEATTN_CLUSTER): " in done.stdout

@@ -34,8 +34,8 @@ _NAME = re.compile("[a-z0-9][a-z0-9_-]*")
 def command(executor: str | None, seconds: float, output: Output) -> None:
     """Measure what messages cost between the ranks of this job, and write it as a cluster file.
 
-    simulate --cluster FILE.toml, compare --cluster FILE.toml and --scheme auto:cluster=FILE.toml read it. Run
-    it as the job would be: mpiexec -n 8 treeattn calibrate --out here.toml.
+    simulate --cluster FILE.toml, tune and compare --cluster FILE.toml read it. Run it as the job would be:
+    mpiexec -n 8 treeattn calibrate --out here.toml.
     """
     world = options.world()
     if not math.isfinite(seconds):

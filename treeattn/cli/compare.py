@@ -21,7 +21,7 @@ from treeattn.backends.cuda.device import Cuda
 from treeattn.cli import compare_points, compare_table, options
 from treeattn.cli.options import Output, choices, numbers
 from treeattn.cli.own_device import own_device
-from treeattn.cli.scheme import given, named_equal
+from treeattn.cli.scheme import given
 from treeattn.collectives.clusters import disturbance
 from treeattn.collectives.clusters.disturbance import TOGETHER
 from treeattn.collectives.runtime import nccl
@@ -296,8 +296,6 @@ class _Session:
         passed = compare_table.show(made, self._line, summaries, self._errors)
         if shown := self._predictions.shown:
             made.line(f"predicted: on {shown}")
-        for own in self._own.values():
-            made.note(named_equal(own))
         output.report(made)
         return 0 if passed and not self._errors and not self._mixed else 1
 

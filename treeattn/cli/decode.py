@@ -114,7 +114,6 @@ def _measure(
         first, *others = steps
         return {
             **ended_with(world, decoder, judge, out, lse, reproducible),
-            "why": decoder.why,
             "device": device.name,
             "transport": decoder.transport,
             "first_step_s": first,
@@ -168,9 +167,6 @@ def _report(problem: Problem, rows: list[Row], machine: dict[str, Any], output: 
           for name in ("rounds", "depth", "messages", "bytes")),
         *(Column(part, partial(_median, part), microseconds) for part in ("local", "reduce", "finish")),
     ], output)  # fmt: skip
-    for row in rows:
-        if row["why"]:
-            made.line(f"{row['scheme']}: took {row['why']}")
     return made
 
 

@@ -9,7 +9,7 @@ import click
 
 from treeattn import collectives
 from treeattn.cli.options import COUNT, RANKS, RESULT, Output, output_options
-from treeattn.cli.scheme import build, from_file, is_file, named_equal
+from treeattn.cli.scheme import build, from_file, is_file
 from treeattn.collectives.catalog import with_result
 from treeattn.collectives.drawings import text as draw
 from treeattn.collectives.drawings.exports import chakra
@@ -66,12 +66,9 @@ def command(
     names = [f"{output.out}.{rank}.et" for rank in range(schedule.size)] if form == "chakra" else []
     writers = [*map(output_writer, names)]
     output.open()
-    equal = None if own is None else named_equal(own)
-    facts = Report(
-        {"certificate": asdict(certificate), "schedule": json.loads(schedule.to_json()), "equal": equal}
-    )
+    facts = Report({"certificate": asdict(certificate), "schedule": json.loads(schedule.to_json())})
     if form in _DRAWINGS:
-        drawing = _DRAWINGS[form](schedule, sizes) + (f"\n{equal}\n" if equal and form == "text" else "")
+        drawing = _DRAWINGS[form](schedule, sizes)
     else:
         drawing = schedule.to_json() if form == "json" else draw.goal(schedule, **priced)
     output.report(facts)

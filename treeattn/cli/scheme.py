@@ -11,8 +11,6 @@ from pathlib import Path
 from treeattn import collectives
 from treeattn.agreement import broadcast_from_root
 from treeattn.cli.options import Output
-from treeattn.collectives.equal import equal_to
-from treeattn.collectives.parameters import Groups
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError, ScheduleError
@@ -32,11 +30,6 @@ def build(scheme: str, ranks: int, nodes: Sequence[int] | Sequence[Sequence[int]
     Raises `ScheduleError` for a scheme that has none.
     """
     selection = select(scheme)
-    if selection.row.name == "auto":
-        raise ScheduleError(
-            "auto takes the fastest of many for the ranks of a job: name a schedule, such as hierarchical, "
-            "or let treeattn tune find one"
-        )
     if selection.row.generator is None:
         known = ", ".join(collectives.names("schedule"))
         raise ScheduleError(
@@ -70,12 +63,6 @@ def from_file(path: str | Path, ranks: int | None = None, said: str = "this job 
     nameless = replace(schedule, name="")
     digest = hashlib.sha256(nameless.to_json().encode()).hexdigest()[:6]
     return replace(schedule, name=f"{schedule.name.partition('@')[0]}@{digest}")
-
-
-def named_equal(schedule: Schedule, nodes: Groups | None = None) -> str | None:
-    """A line that names the scheme of the catalogue which a schedule of one's own is, if it is one."""
-    name = equal_to(schedule, nodes)
-    return name and f"{schedule.name} sends the same messages in the same rounds as {name}"
 
 
 def _read(path: Path) -> Schedule:

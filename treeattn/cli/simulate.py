@@ -12,7 +12,7 @@ from msgspec import structs
 from treeattn import collectives
 from treeattn.cli import options
 from treeattn.cli.options import Output, Sizes
-from treeattn.cli.scheme import build, from_file, is_file, named_equal
+from treeattn.cli.scheme import build, from_file, is_file
 from treeattn.collectives import Schedule
 from treeattn.collectives.catalog import with_result
 from treeattn.collectives.clusters import description, placement
@@ -249,8 +249,6 @@ def _show(made: Report, rows: list[Row], baseline: str | None, disturbed: Distur
     if fastest.step is not None:
         columns.append(Column("step, µs", lambda row: row.step and row.step.time, microseconds))
     made.table(rows, columns)
-    for found in (row.simulation for row in rows if "@" in row.scheme):
-        made.note(named_equal(found.schedule, placement.node_groups(found.cluster, found.places)))
     made.line()
     if disturbed.text:
         made.line(

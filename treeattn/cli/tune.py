@@ -15,14 +15,12 @@ from treeattn.cli.simulate import placed
 from treeattn.collectives.clusters.bound import lower_bound
 from treeattn.collectives.clusters.critical_path import assumed_share, critical_path
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.clusters.synthesis import Machine, Priced, front, improved, search
+from treeattn.collectives.clusters.synthesis import Machine, Priced, front, search
 from treeattn.errors import ArgumentError
 from treeattn.report import Column, Progress, Report, count, microseconds
 from treeattn.study import intervals
 from treeattn.study.intervals import Estimate, Timed, estimates
 from treeattn.topology import needed
-
-_STARTS = 4  # of the front, from which changes are tried
 
 
 @click.command("tune")
@@ -32,9 +30,6 @@ _STARTS = 4  # of the front, from which changes are tried
               help="Where ranks sit: block, cyclic, or the place of each.")  # fmt: skip
 @click.option("--executor", help="Who runs the rounds; each cluster lists its own.")
 @options.size_options
-@click.option("--moves", type=click.IntRange(0, 1_000_000), default=500,
-              help="Changes that are tried, on the fastest few.")  # fmt: skip
-@click.option("--seed", type=options.SEED, default=0, help="Of those changes.")
 @options.output_options("Write the fastest as a schedule for decode --scheme FILE.json.")
 def command(
     cluster: str | None,
@@ -42,26 +37,22 @@ def command(
     where: str,
     executor: str | None,
     sizes: Sizes,
-    moves: int,
-    seed: int,
     output: Output,
 ) -> None:
-    """Search for the schedule that suits a machine: the catalogue's schemes and parameters, ranks reordered,
-    and changes of single transfers, each proved and simulated. Needs no MPI.
+    """Search for the schedule that suits a machine: the catalogue's schemes and parameters, and ranks
+    reordered, each proved and simulated. Needs no MPI.
 
-    Shows what nothing else beats in time, bytes of the busiest NIC, and identical bits.
+    Shows what nothing else beats in time, bytes of the busiest NIC, and identical bits, and the name to pass
+    as --scheme.
     """
     named = needed(cluster)
     if output.out is not None and output.out.suffix != ".json":
         raise ArgumentError(f"--out {str(output.out)!r}: schedules are files that end in .json; name it so")
     output.open()
     machine = Machine(named.cluster, placed(named.cluster, ranks, where), sizes.payload, executor)
-    say = Progress()
-    priced, left = search(machine, say)
-    starts = front(priced)[:_STARTS]
-    better = [improved(machine, start, moves // len(starts), seed, say) for start in starts]
-    everything = [*priced, *(one for one in better if one not in priced)]
+    everything, left = search(machine, Progress())
     best = front(everything)
+    by_name = next(one for one in everything if "," not in one.name)  # neither reordered nor of other groups
     executors, runs = named.cluster.executors, named.cluster.executor_for(machine.places, executor)
     floor = lower_bound(named.cluster, machine.places, sizes.payload.bytes, executors[runs])
     output.write((replace(best[0].schedule, name="tuned").to_json() + "\n").encode())
@@ -78,6 +69,7 @@ def command(
         "assumed_share": share,
         "floor_microseconds": floor,
         "not_priced": left,
+        "scheme": by_name.name,
         "rows": [_facts(one, sure.get(id(one))) for one in everything],
         "fastest": json.loads(best[0].schedule.to_json()),
     })  # fmt: skip
@@ -93,7 +85,7 @@ def command(
         Column("messages", form=count, wide=True),
     ])  # fmt: skip
     made.line(
-        f"\n{len(priced)} candidates; shown is what none beats in time, bytes of the busiest NIC and bits"
+        f"\n{len(everything)} candidates; shown is what none beats in time, bytes of the busiest NIC and bits"
     )
     made.line(intervals.alike((one.name, sure[id(one)]) for one in best))
     made.line(intervals.words(named.cluster))
@@ -102,6 +94,7 @@ def command(
         made.line(f"assumed prices: {share:.0%} of the fastest's time")
     if left:
         made.line(f"not priced, for their many messages: {', '.join(left)}")
+    made.line(f"the fastest that has a name: --scheme '{by_name.name}', {by_name.time:.3g} µs")
     if output.out is not None:
         path = output.out
         made.text(f"{path} holds the fastest: treeattn decode --scheme {path}, treeattn schedule {path}")

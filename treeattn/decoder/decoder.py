@@ -44,7 +44,7 @@ class Decoder(PlannedDecode):
     plan : Plan
         What was decided; ``print(decoder.plan)`` says every stage, buffer and message, and why.
     schedule, certificate
-        What was planned and proved; None where no schedule is run. `why` this schedule, of "auto".
+        What was planned and proved; None where no schedule is run.
     transport, executor : str
         How records travel, and what runs the schedule; `fallback`: why nothing faster does.
     heads : slice

@@ -20,16 +20,15 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.backends.device import Attention, Device, WholeStep
 from treeattn.collectives import catalog
-from treeattn.collectives.catalog import Selection, executor_over
+from treeattn.collectives.catalog import Selection
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Result, Schedule
-from treeattn.collectives.traffic import Payload
 from treeattn.decoder import pipeline, reducers
 from treeattn.decoder.reproducible import check_blocks
-from treeattn.decoder.request import AUTO, Reduction, Request, check
+from treeattn.decoder.request import Reduction, Request, check
 from treeattn.decoder.sight import Sight, agree
 from treeattn.errors import RestrictionError
 from treeattn.partial import Array
@@ -125,8 +124,7 @@ class Plan:
     `tables` where there are some. reducer: folds the records of all ranks. reduce: a whole step of it, with
     what reorders the records before and after; start, wait: its halves. finish: divides. complete: reduce and
     finish, one launch where there is one. whole: all stages in one call; None where there is none. see: plans
-    `attend` and `whole` anew for other tables; None where the reducer attends. why: this schedule, where it
-    was chosen for the caller.
+    `attend` and `whole` anew for other tables; None where the reducer attends.
     """
 
     comm: Communicator
@@ -145,7 +143,6 @@ class Plan:
     sight: Sight
     tables: MaskTables | None
     see: Callable[[MaskTables], tuple[Attention, WholeStep | None]] | None
-    why: str | None
 
     def __str__(self) -> str:
         from treeattn.decoder.plan_text import described  # nobody asks in a step
@@ -154,12 +151,11 @@ class Plan:
 
 
 class _Routed(NamedTuple):
-    """How the records are reduced: the schedule, over which transport, by what, and why that schedule."""
+    """How the records are reduced: the schedule, over which transport, and by what."""
 
     schedule: Schedule | None
     transport: str
     reducer: Any
-    why: str | None
 
 
 #: Plans what reduces the records of a spec. Collective.
@@ -231,7 +227,6 @@ def plan(comm: Communicator, ask: Callable[[], Request], route: Route | None = N
         sight=sight,
         tables=tables,
         see=None if attention is None else see,
-        why=routed.why,
     )
 
 
@@ -263,9 +258,9 @@ class _SinksAdded:
         self.attention.refresh()
 
 
-def _given(route: Route, reduction: ReductionSpec) -> tuple[Schedule | None, str, Reducer, None]:
+def _given(route: Route, reduction: ReductionSpec) -> tuple[Schedule | None, str, Reducer]:
     schedule, reducer = route(reduction)
-    return schedule, "mpi", reducer, None
+    return schedule, "mpi", reducer
 
 
 def _routed(request: Request, buffers: Buffers, reduction: ReductionSpec) -> _Routed:
@@ -273,7 +268,7 @@ def _routed(request: Request, buffers: Buffers, reduction: ReductionSpec) -> _Ro
     row, how, comm = request.scheme.row, request.how, reduction.comm
     _check_output(row, how.output)
     chosen = reducers.choose(request.device.name, how.transport, row, comm.size, comm.library)
-    rounds, why = _rounds(request.scheme, how, reduction, chosen)
+    rounds = schedule(request.scheme, comm, how.output)
     reducer: Reducer
     if row.fused:
         reducers.refuse(how.executor, f"{row.name} attends while it communicates")
@@ -283,7 +278,7 @@ def _routed(request: Request, buffers: Buffers, reduction: ReductionSpec) -> _Ro
         reducer = reducers.plan(chosen, request.scheme, rounds, reduction, how.executor)
     else:
         reducer = _pipelined(request, buffers, chosen, rounds, reduction)
-    return _Routed(rounds, chosen, reducer, why)
+    return _Routed(rounds, chosen, reducer)
 
 
 def plan_reducer(
@@ -300,40 +295,18 @@ def plan_reducer(
     """
     chosen = reducers.choose(device.name, how.transport, scheme.row, comm.size, comm.library)
     reduction = ReductionSpec(comm, operator, buffer, 1, device.memory)
-    rounds, _ = _rounds(scheme, how, reduction, chosen)
+    rounds = schedule(scheme, comm, how.output)
     return reducers.plan(chosen, scheme, rounds, reduction, how.executor)
 
 
-def _rounds(
-    scheme: Selection, how: Reduction, reduction: ReductionSpec, transport: str
-) -> tuple[Schedule | None, str | None]:
-    """The schedule for such records, and why it is that one. Collective."""
-    if scheme.row is not AUTO:
-        return schedule(scheme, reduction.comm, how.output), None
-    records, width = reduction.buffer, reduction.operator.width
-    payload = Payload(records.size // width, width * records.itemsize, reduction.granularity)
-    return _fastest(scheme, reduction.comm, payload, executor_over(transport, how.executor), how.output)
-
-
-def _fastest(
-    scheme: Selection, comm: Communicator, payload: Payload, executor: str | None, output: str
-) -> tuple[Schedule, str]:
-    # What reads and simulates clusters is loaded for "auto" alone.
-    from treeattn.decoder.fastest import choose
-
-    return choose(comm, scheme, payload, executor, _result(output))
-
-
 def schedule(scheme: Selection, comm: Communicator, output: str = "replicated") -> Schedule | None:
-    """The schedule of `scheme` for `comm`; node groups come from the machine where they are not given. That
-    of ``auto`` is the one for 16 heads of 128. output: as of a `Reduction`.
+    """The schedule of `scheme` for `comm`; node groups come from the machine where they are not given.
+    output: as of a `Reduction`.
 
     None for a scheme that has none: a library's reduction, a baseline. Collective.
     """
     if scheme.row.module:
         return None
-    if scheme.row is AUTO:
-        return _fastest(scheme, comm, Payload(), None, output)[0]
     return _built(scheme, comm.size, communicators.node_groups(comm), _result(output))
 
 

@@ -86,7 +86,7 @@ def _reasons(plan: Plan) -> Iterator[tuple[str, str]]:
     unnamed = (
         "what ranks of one node take" if len(plan.comm.nodes) == 1 else "what ranks of several nodes take"
     )
-    yield "scheme", plan.why or ("as asked for" if how.scheme is not None else unnamed)
+    yield "scheme", "as asked for" if how.scheme is not None else unnamed
     yield "transport", "as asked for" if how.transport else "the only one that needs no naming here"
     if reducer.executor is not None:
         fastest = reducer.fallback or "the fastest that all ranks can have"

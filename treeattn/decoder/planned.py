@@ -50,7 +50,7 @@ class PlannedDecode:
         self.plan, self._latent = plan, latent
         request, buffers, reducer = plan.request, plan.buffers, plan.reducer
         self.shape, self.scale, self.scheme = request.shape, request.logit_scale, request.scheme.text
-        self.schedule, self.transport, self.why = plan.schedule, plan.transport, plan.why
+        self.schedule, self.transport = plan.schedule, plan.transport
         self.certificate = reducer.certificate
         self.executor, self.fallback = reducer.executor, reducer.fallback
         self.records = buffers.records

@@ -8,15 +8,12 @@ from typing import ClassVar
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape, check_number
 from treeattn.backends.device import Device
-from treeattn.collectives import parameters
-from treeattn.collectives.catalog import DEVICES, Scheme, Selection
+from treeattn.collectives.catalog import DEVICES, Selection
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import reproducible
 from treeattn.decoder.sight import Stated
-from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
+from treeattn.errors import ArgumentError, RestrictionError
 
-#: The row of ``scheme="auto"``; `fastest` chooses what it is on the ranks of a job.
-AUTO = Scheme("auto", cost="the least of its candidates on a simulated cluster")
 #: The names that ``executor=`` takes: for ranks of MPI, the fastest first, and for those of process groups.
 MPI_EXECUTORS = ("slots", "program", "mpi")
 EXECUTORS = (*MPI_EXECUTORS, "torch")
@@ -31,7 +28,7 @@ class Reduction:
     scheme : str or Schedule, optional
         A name with its parameters (`treeattn.schemes`), or a schedule of one's own. None is
         `recursive_doubling` where all ranks are on one node, `all_gather_merge` where they are GPUs of one
-        node, and `hierarchical` on several nodes; "auto" chooses by simulation.
+        node, and `hierarchical` on several nodes.
     transport : str, optional
         How records travel: "mpi" from the host, which over a process group is torch's messages; from GPUs
         "nccl", "peer", "cuda-mpi" or "host" (staged through page-locked memory). None is the only sensible
@@ -79,17 +76,6 @@ class Reduction:
     def of(cls, scheme: str | Schedule | Reduction | None) -> Reduction:
         """What ``scheme=`` was given, as a `Reduction`."""
         return scheme if isinstance(scheme, Reduction) else cls(scheme)
-
-
-def auto_selection(scheme: str) -> Selection | None:
-    """What ``auto`` asks for; None for any other scheme. Raises `ScheduleError` for other parameters."""
-    name, *assignments = parameters.split(scheme)
-    if name.strip() != AUTO.name:
-        return None
-    given = dict(assignment.partition("=")[::2] for assignment in assignments)
-    if set(given) - {"cluster"} or not all(given.values()):
-        raise ScheduleError(f"{scheme!r}: auto takes cluster=NAME or cluster=FILE.toml alone")
-    return Selection(AUTO, tuple(given.items()), scheme)
 
 
 @dataclass(frozen=True, slots=True)

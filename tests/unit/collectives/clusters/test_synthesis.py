@@ -18,13 +18,11 @@ from treeattn.collectives.clusters.synthesis import (
     candidates,
     factorisations,
     front,
-    improved,
     priced,
     search,
 )
 from treeattn.collectives.traffic import Payload
-from treeattn.decoder import fastest
-from treeattn.errors import RestrictionError, ScheduleError
+from treeattn.errors import ScheduleError
 
 
 def machine(cluster=None, place=block, payload=None):
@@ -48,19 +46,16 @@ def test_candidates_are_schemes_and_each_comes_once(ranks, nodes, widest):
     assert ("split_rail" in found) == (1 < nodes < ranks)
 
 
-def test_the_search_finds_nothing_slower_than_auto_does():
+def test_the_search_finds_nothing_slower_than_what_it_names():
     for payload in (Payload(1, 8), Payload(16, 520), Payload(1024, 520)):
         here = machine(description.load("pcie-islands"), payload=payload)
         found, left = search(here)
         assert not left
         assert found == sorted(found, key=lambda one: (one.time, one.card, one.bits))
-        groups = node_groups(here.cluster, here.places)
-        for text in fastest.candidates(16):
+        nodes = node_groups(here.cluster, here.places)
+        for text in ("recursive_doubling", "bine", "circulant", "hierarchical", "split_rail", "multi_leader"):
             asked = select(text)
-            try:
-                schedule = asked.build(16, groups if asked.needs_nodes else None)
-            except RestrictionError:
-                continue
+            schedule = asked.build(16, nodes if asked.needs_nodes else None)
             assert found[0].time <= simulate(schedule, here.cluster, here.places, payload).time + 1e-9
 
 
@@ -85,24 +80,6 @@ def test_reordered_ranks_are_as_good_in_any_placement():
     assert dealt[name].time > blocks[name].time
     assert dealt[f"{name}, reordered"].time == pytest.approx(blocks[f"{name}, reordered"].time)
     check(dealt[f"{name}, reordered"].schedule)
-
-
-def test_changes_make_a_bad_schedule_better_and_keep_it_a_reduction():
-    here = machine(place=cyclic)
-    start = priced(here, "chain", build("chain", 16))
-    better = improved(here, start, 400)
-    assert better.time < 0.8 * start.time
-    assert check(better.schedule).determinism == better.bits != "none"
-    assert better == improved(here, start, 400)  # the same changes again
-    assert better.name == "chain, improved"
-    again = simulate(better.schedule, here.cluster, here.places, here.payload)
-    assert again.time == better.time
-
-
-def test_nothing_to_change():
-    one = Machine(two_tiers(1, 1), (0,), Payload())
-    start = priced(one, "chain", build("chain", 1))
-    assert improved(one, start, 5) is start
 
 
 def test_what_leaves_no_one_result_is_no_candidate():

@@ -1,0 +1,92 @@
+"""Where ranks are, and schemes over their sockets."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+
+import treeattn
+from tests.support.machine import CORES, GPUS, machine
+from treeattn import communicators
+from treeattn.collectives import build
+from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.description import as_toml
+from treeattn.collectives.clusters.levels import nested
+from treeattn.collectives.clusters.placement import explicit
+from treeattn.study import calibration
+from treeattn.topology import detect
+
+pytestmark = pytest.mark.mpi
+
+
+def test_every_rank_finds_the_same_places(comm):
+    found = detect(comm)
+    assert len(set(comm.allgather(repr(found)))) == 1
+    assert [rank.rank for rank in found.ranks] == list(range(comm.size))
+    assert found.nodes == communicators.node_groups(comm)
+    drawn = found.drawing()
+    assert all(f"[{rank}]" in drawn for rank in range(comm.size))
+    cluster, places = found.cluster()
+    assert explicit(cluster, places) == places
+    for node in found.nodes:
+        assert len({places[rank] // cluster.slots for rank in node}) == 1
+
+
+def problem(comm):
+    rng = np.random.default_rng(7)
+    q = rng.standard_normal((1, 1, 4, 8), np.float32)
+    k, v = (rng.standard_normal((1, 6 * comm.size, 2, 8), np.float32) for _ in range(2))
+    mine = slice(6 * comm.rank, 6 * comm.rank + 6)
+    return q, k[:, mine], v[:, mine]
+
+
+@pytest.fixture
+def on_sockets(comm, tmp_path):
+    """Ranks bound to the sockets of a machine in a folder, in turn."""
+    usable = os.sched_getaffinity(0)
+    if not {CORES[0][0], CORES[1][0]} <= usable:
+        pytest.skip("needs cores 0 and 1")
+    os.sched_setaffinity(0, {CORES[comm.rank % 2][0]})
+    try:
+        return detect(comm, devices=True, root=machine(tmp_path))
+    finally:
+        os.sched_setaffinity(0, usable)
+
+
+def test_sockets_that_ranks_are_bound_to(comm, on_sockets):
+    assert [rank.socket for rank in on_sockets.ranks] == [rank % 2 for rank in range(comm.size)]
+    assert all(rank.cards == ("mlx5_0", "mlx5_1") for rank in on_sockets.ranks)
+    assert [gpu.address for gpu in on_sockets.devices[0].gpus] == GPUS
+    if comm.size > 2 and len(on_sockets.nodes) == 1:
+        halves = tuple(range(0, comm.size, 2)), tuple(range(1, comm.size, 2))
+        assert on_sockets.sockets == (halves,)
+    drawn = on_sockets.drawing()
+    assert "  socket 0    [0]" in drawn
+    assert "GPU 3" in drawn
+
+
+def test_schemes_over_sockets_give_the_result(comm, on_sockets):
+    q, k, v = problem(comm)
+    wanted, _ = treeattn.decode(q, k, v, comm=comm, scheme="recursive_doubling")
+    for one in nested(*on_sockets.cluster()):
+        schedule = build(one.text, comm.size, nodes=one.groups)
+        out, _ = treeattn.decode(q, k, v, comm=comm, scheme=schedule)
+        assert np.allclose(out, wanted, atol=1e-6)
+        assert len(set(comm.allgather(out.tobytes()))) == 1
+
+
+@pytest.mark.slow
+def test_calibrate_measures_sockets_apart(comm, on_sockets, tmp_path, monkeypatch):
+    if comm.size < 3 or len(on_sockets.nodes) > 1:
+        pytest.skip("three ranks of a node share two sockets")
+    monkeypatch.setattr(calibration.topology, "detect", lambda _: on_sockets)
+    found = calibration.calibrate(comm, "made", "mpi", 1.0, lambda _: None)
+    if comm.rank == 0:
+        assert [tier.name for tier in found.cluster.tiers] == ["socket", "node"]
+        assert {one.probe.tier for one in found.residuals} == {"", "socket", "node"}
+        path = tmp_path / "made.toml"
+        path.write_text(as_toml(found.cluster))
+        assert on_sockets.places_on(description.load(path)) == found.places
+    comm.Barrier()
