@@ -40,5 +40,6 @@ extern "C" __global__ void __launch_bounds__(128) pack_partials(const PackArgume
     record[RECORD_DENOMINATOR] = seen ? denominator : 0.0f;
   }
   for (int i = threadIdx.x; i < a.head_dim; i += blockDim.x)
-    record[RECORD_NUMERATOR + i] = seen ? canonical(multiply_exact(load_element(a, part * a.head_dim + i), denominator)) : 0.0f;
+    record[RECORD_NUMERATOR + i] =
+        seen ? canonical(multiply_exact(load_element(a, part * a.head_dim + i), denominator)) : 0.0f;
 }

@@ -88,10 +88,10 @@ def test_instructions_are_those_that_were_meant(arch: str) -> None:
 
 
 def test_keys_and_values_are_the_first_to_leave_the_second_level() -> None:
-    """Each load of them, and each copy."""
+    """Each load of them. Copies have no policy: one ptxas makes an illegal instruction of it (ptx.cuh)."""
     for module, kernel, count in (
         ("partial_attention", "partial_attention<bfloat16, 128, 1>", 16),
-        ("attention_mma", "attention_mma<bfloat16, bfloat16, 128, 128, Warps<1, 4, 1>, 64, 2>", 32),
+        ("attention_mma", "attention_mma<bfloat16, bfloat16, 128, 128, Warps<1, 4, 1>, 64, 2>", 0),
     ):
         (found,) = nvidia.kernels(nvidia.compile_cubin(source(module), [kernel], "80")).values()
         assert found.counts["hinted"] == count, found

@@ -131,7 +131,7 @@ class Kernel:
 
 def _argument(value: Any) -> Any:
     if isinstance(value, np.void) or (
-        isinstance(value, np.ndarray) and value.dtype.names and value.size == 1
+        isinstance(value, np.ndarray) and value.dtype.kind == "V" and value.size == 1
     ):
         return ctypes.create_string_buffer(value.tobytes(), value.dtype.itemsize)
     if isinstance(value, np.ndarray):

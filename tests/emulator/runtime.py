@@ -71,7 +71,7 @@ class EmulatorRuntime:
             self.launches += 1
             if module in _WAITING:
                 options["workers"] = grid[0]
-            values = tuple(value.copy() if value.dtype.names else value for value in arguments)
+            values = tuple(value.copy() if value.dtype.kind == "V" else value for value in arguments)
             self.queue(lambda: kernel(grid, block, values, seed=self._seed, **options))
 
         return launch

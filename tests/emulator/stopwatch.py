@@ -30,8 +30,9 @@ class RecordingRuntime(EmulatorRuntime):
         kernel = super().kernel(module, expression, shared_bytes)
 
         def launch(grid: Any, block: Any, arguments: Any, **options: Any) -> None:
-            if "k" in (arguments[0].dtype.names or ()):
-                self.queue(functools.partial(self.keys.append, int(arguments[0]["k"][0][0])))
+            structure = arguments[0].base  # of which a launch is given the bytes
+            if structure is not None and "k" in (structure.dtype.names or ()):
+                self.queue(functools.partial(self.keys.append, int(structure["k"][0][0])))
             kernel(grid, block, arguments, **options)
             self._take(SECONDS_PER_LAUNCH)
 

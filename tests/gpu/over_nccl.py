@@ -9,6 +9,7 @@ as a captured step. NCCL's own all-reduce is within the bounds. Ranks may share 
 from __future__ import annotations
 
 import hashlib
+import os
 import sys
 from pathlib import Path
 
@@ -22,6 +23,11 @@ from over_ranks import CASE, WORLD, results
 from tests.support.nccl import NcclOverMpi
 from treeattn import collectives
 from treeattn.collectives.runtime import nccl
+
+# Before NCCL starts: ranks that share a GPU are ranks of different hosts to it, over sockets of this machine.
+if "--stand-ins" not in sys.argv:
+    os.environ.setdefault("NCCL_HOSTID", f"rank{WORLD.rank}")
+    os.environ |= {"NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 LIBRARY = ("nccl_allreduce", "nccl_allreduce:calls=3")
 

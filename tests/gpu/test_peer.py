@@ -23,7 +23,7 @@ def test_every_schedule_over_peer_memory(ranks: int) -> None:
 
 def test_every_schedule_over_two_nodes_that_are_one() -> None:
     """Peer memory within each half of the ranks, NCCL between them."""
-    if why := problem(4):
+    if why := problem():
         pytest.skip(why)
     program = ("-m", "mpi4py", "tests/gpu/over_peers.py", "--two-nodes")
     done = run(*program, ranks=4, timeout=280, TREEATTN_TIMEOUT="60")

@@ -158,10 +158,13 @@ def test_whether_ranks_may_share_a_gpu(
 ) -> None:
     use(monkeypatch, version=version)
     monkeypatch.delenv("NCCL_MULTI_RANK_GPU_ENABLE", raising=False)
+    monkeypatch.delenv("NCCL_HOSTID", raising=False)
     if variable is not None:
         monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", variable)
     found = nccl.sharing_problem()
     assert found is None if problem is None else re.search(problem, str(found))
+    monkeypatch.setenv("NCCL_HOSTID", "rank0")
+    assert nccl.sharing_problem() is None
 
 
 # A reducer with a graph, over a communicator that CuPy destroys once Python collects it.

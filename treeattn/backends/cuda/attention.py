@@ -23,7 +23,14 @@ from treeattn.backends.cuda.arguments import (
     rows_aligned,
 )
 from treeattn.backends.cuda.cache import CacheType
-from treeattn.backends.cuda.runtime import THREADS, Runtime, check_records, default_runtime, structure
+from treeattn.backends.cuda.runtime import (
+    THREADS,
+    Runtime,
+    as_bytes,
+    check_records,
+    default_runtime,
+    structure,
+)
 from treeattn.backends.cuda.splits import MAX_SPLITS, Load, Splits, choose_splits, rounded_steps
 from treeattn.backends.cuda.tables import VisibleTables
 from treeattn.backends.cuda.variants import TYPES, Tokens, Variant, choose_variant, merge_blocks
@@ -302,11 +309,11 @@ class PlannedAttention:
         scratch["by_fan"], scratch["by_fan_shift"] = divisor(fan)
         grid = (splits.number, load.tiles // batch, batch)
         launch = functools.partial(
-            self._kernel, grid, (variant.threads,), (a,), shared_mem=variant.shared_bytes
+            self._kernel, grid, (variant.threads,), (as_bytes(a),), shared_mem=variant.shared_bytes
         )
         if self._merge is not None and splits.number > 1:
             grid = (load.merging // load.tiles, *grid[1:])
-            merge = functools.partial(self._merge, grid, (THREADS,), (a,))
+            merge = functools.partial(self._merge, grid, (THREADS,), (as_bytes(a),))
             self._launch = lambda: (launch(), merge())
         else:
             self._launch = launch

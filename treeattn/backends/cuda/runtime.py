@@ -82,13 +82,22 @@ def default_runtime() -> Runtime:
     return cupy_runtime.current()
 
 
+def as_bytes(structure: Any) -> Any:
+    """The memory of an argument structure as plain bytes, as which CuPy passes it on at once.
+
+    Of a structured type it asks NumPy for a description at every launch, which Python spells out in 30
+    microseconds.
+    """
+    return structure.view((np.void, structure.dtype.itemsize))
+
+
 def planned_launch(
     kernel: Callable[..., object], blocks: int, arguments: Any, arrays: tuple[Any, ...]
 ) -> Callable[[], object]:
     """A launch with its argument structure, and the arrays that it points into tied to its life."""
     if blocks == 0:
         return lambda: None
-    launch = functools.partial(kernel, (blocks,), (THREADS,), (arguments,))
+    launch = functools.partial(kernel, (blocks,), (THREADS,), (as_bytes(arguments),))
     launch.arrays = arrays  # type: ignore[attr-defined]
     return launch
 
