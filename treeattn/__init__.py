@@ -9,6 +9,8 @@ A name is loaded when it is first asked for: a command that simulates schedules 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from treeattn import forked as forked
+
 if TYPE_CHECKING:
     from treeattn import collectives, energy, token_tree
     from treeattn.attention.mask import Rules

@@ -6,7 +6,7 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from treeattn import launch, mpi_library
+from treeattn import forked, launch, mpi_library
 from treeattn.collectives.runtime.communicator import Communicator, Member, MpiCommunicator, kernel
 from treeattn.errors import ArgumentError, BackendError
 
@@ -36,15 +36,17 @@ def intracomm(comm: object) -> Communicator:
     """`comm` if it is a communicator of mpi4py or a process group of torch, watched; for None torch's default
     group where there is one, else COMM_WORLD. Collective for the first time.
 
-    Raises `ArgumentError` for anything else.
+    Raises `ArgumentError` for anything else, and `StateError` in a process that was forked from one of a job.
     """
     distributed = sys.modules.get("torch.distributed")  # nobody has a group without it
     if distributed is not None and distributed.is_available():
         if comm is None and distributed.is_initialized():
             comm = distributed.group.WORLD
         if isinstance(comm, distributed.ProcessGroup):
+            forked.check("torch")
             return _of_torch().of(comm)
         if isinstance(comm, _of_torch()):
+            forked.check("torch")
             return comm
     if comm is None:
         return world()
@@ -73,6 +75,7 @@ def _of_torch() -> type[TorchCommunicator]:
 
 
 def _watched(comm: Intracomm) -> MpiCommunicator:
+    forked.check("mpi")
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
     return MpiCommunicator.of(comm)

@@ -64,6 +64,10 @@ class SharingError(TransportError):
     """Ranks of one node cannot share memory."""
 
 
+#: What belongs to the process that forked this one, in a sentence that says so.
+ANOTHER_PROCESS = "another process's: no communicator outlives a fork, so start workers by spawn instead"
+
+
 def no_communicator(error: Any) -> BackendError:
     """What to raise for an exception of MPI that says that there are no more communicators."""
     reason = error.Get_error_string().splitlines()[-1].strip()

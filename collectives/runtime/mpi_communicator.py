@@ -82,7 +82,8 @@ class MpiCommunicator(MPI.Intracomm):
         return made
 
     def exchange(self, receive: tuple[Array, int], send: tuple[Array, int]) -> Callable[[], None]:
-        return functools.partial(self.wait_all, [self.Irecv(*receive), self.Isend(*send)])
+        start = self._wait.run("exchange", lambda: [self.Irecv(*receive), self.Isend(*send)])
+        return functools.partial(self.wait_all, start)
 
     def wait_all(self, requests: Sequence[MPI.Request]) -> None:
         """Return when all requests of this communicator are done."""

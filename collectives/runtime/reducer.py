@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from treeattn.collectives.check import Certificate
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.memory import HOST, Array
-from treeattn.errors import ScheduleError, StateError
+from treeattn.errors import ANOTHER_PROCESS, ScheduleError, StateError
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -174,7 +174,7 @@ class Reducer(ABC):
 
     def _state(self) -> str:
         if self._disowned:
-            return "another process's: MPI does not outlive a fork, so start workers by spawn instead"
+            return ANOTHER_PROCESS
         return "closed" if self._closed else "failed" if self._failed else "already running"
 
     def disown(self) -> None:

@@ -147,6 +147,8 @@ class TorchCommunicator:
     def _run(self, name: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
         try:
             return self._known.calls.run(name, call, *arguments, **options)
+        except StateError:  # this is a forked process
+            raise
         except RuntimeError as error:  # a connection is lost, or torch's own limit was reached
             what, _ = self._known.calls.waits_for()
             raise PeerError(f"{what}: torch.distributed failed: {reason(error)}") from None

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
 
-from treeattn.errors import ArgumentError
+from treeattn.errors import ANOTHER_PROCESS, ArgumentError, StateError
 
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.communicator import Process
@@ -124,11 +124,9 @@ def register(thing: Watched) -> None:
         seconds = limit()
     except ArgumentError:
         seconds = _DEFAULT
-    if seconds == math.inf:
-        return
     with _lock:
         _things.add(thing)
-        if not _thread:
+        if not _thread and seconds != math.inf:
             _thread.append(threading.Thread(target=_watch, args=(seconds,), daemon=True))
             _thread[0].start()
 
@@ -235,6 +233,20 @@ _last: list[Callable[[], object]] = []
 _mpi_ends: list[bool] = []
 
 
+def _disown() -> None:
+    """In a forked process: no thread looks at anything yet, and what its parent waits by is not its own."""
+    global _lock
+    _lock = threading.Lock()
+    for thing in _things:
+        if isinstance(thing, WatchedCalls):
+            thing.disown()
+    for inherited in (_things, _thread, _last, _activities):
+        inherited.clear()
+
+
+os.register_at_fork(after_in_child=_disown)
+
+
 class _Job(NamedTuple):
     """As `introduce` takes it."""
 
@@ -315,6 +327,14 @@ class WatchedCalls:
             return call(*arguments, **options)
         finally:
             self.blocking = 0
+
+    def disown(self) -> None:
+        """Refuse every call from now on, as of a communicator of the process that forked this one."""
+
+        def refuse(*_: object, **__: object) -> NoReturn:
+            raise StateError(f"what this process communicates by is {ANOTHER_PROCESS}")
+
+        self.run = refuse  # type: ignore[method-assign]
 
     def waits_for(self) -> tuple[str, str]:
         """The activity of the caller, or the call and where it was made; peers."""

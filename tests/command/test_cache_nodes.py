@@ -97,6 +97,38 @@ def test_the_program_of_the_page(tmp_path):
     assert done.stderr == ""
 
 
+FORKS = """
+import atexit, os, signal, sys
+import numpy as np
+from treeattn.cache_nodes import connect
+reading, writing = os.pipe()
+atexit.register(os.write, writing, b"left")  # after what is registered later
+nodes = connect()
+cache = nodes.cache(layers=1, kv_heads=1, head_dim=8, dtype="float32", capacity=8)
+one = np.ones((1, 1, 1, 8), "f")
+cache.step(0, one, one, one)
+child = os.fork()
+if child == 0:
+    try:
+        cache.step(0, one, one, one)
+    except RuntimeError as error:
+        print(error, flush=True)
+    sys.exit(5)
+os.read(reading, 4)
+os.kill(child, signal.SIGKILL)  # mpi4py ends MPI in it, too, and waits for the other ranks
+print(cache.step(0, one, one, one)[0].mean())
+nodes.close()
+"""
+
+
+def test_a_fork_that_exits_leaves_the_nodes_of_its_parent_alone():
+    done = job("-c", FORKS)
+    assert done.returncode == 0, done.stderr
+    refused, mean = done.stdout.splitlines()
+    assert refused.startswith("the cache nodes are another process's")
+    assert mean == "1.0"
+
+
 @pytest.mark.parametrize(
     ("rank", "says"),
     sample(

@@ -284,8 +284,8 @@ ELSEWHERE = (
         "unit/cache/test_saved.py::test_what_is_damaged_is_named",
     ),
     Elsewhere(
-        "the process forks after use", "`StateError`: a step in the child is refused",
-        "mpi/test_step.py::test_after_a_fork_a_step_is_refused",
+        "the process forks after use", "`StateError` of whatever communicates in the child",
+        "mpi/test_fork.py::test_no_public_verb_serves_a_forked_process",
     ),
     Elsewhere(
         "no shared memory", "one line with the remedy, on all ranks",

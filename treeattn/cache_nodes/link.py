@@ -11,7 +11,7 @@ from treeattn.cache_nodes.message import Head, Message, Part
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
-from treeattn.errors import StateError
+from treeattn.errors import ANOTHER_PROCESS, StateError
 from treeattn.partial import Array
 
 __all__ = ["Link"]
@@ -27,12 +27,13 @@ class Link:
         self.tree = meet(comm, scheme)
         comm.Split(mpi_library.load().UNDEFINED)  # the nodes have a communicator of their own
         self._message = Message()
-        self.closed = self.busy = False
+        self.closed = self.busy = self.disowned = False
 
     def check_open(self) -> None:
         """Raise `StateError` after `close`."""
         if self.closed:
-            raise StateError("the cache nodes have ended: they are closed")
+            known = "have ended: they are closed" if not self.disowned else f"are {ANOTHER_PROCESS}"
+            raise StateError(f"the cache nodes {known}")
 
     def call(self, name: str, **arguments: Any) -> None:
         """Have the nodes do what is called so."""
@@ -59,6 +60,11 @@ class Link:
             place[...] = array
         self.tree.down(self._message)
         return into
+
+    def disown(self) -> None:
+        """In a forked process: the nodes are its parent's, and go on when it ends."""
+        self.closed = self.disowned = True
+        self.busy = False
 
     def close(self) -> None:
         """End the nodes."""

@@ -1,0 +1,14 @@
+"""A process that a rank of torchrun forks, for test_fork.py."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from tests.support import forked
+from tests.support.torchrun import without_mpi
+from treeattn import communicators
+
+dist.init_process_group("gloo")
+forked.check(communicators.intracomm(dist.new_group()), dist.group.WORLD)
+without_mpi()
+dist.destroy_process_group()
