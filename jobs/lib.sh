@@ -221,7 +221,8 @@ cut_off() {
   [ -n "$job" ] || return 0
   local state
   state=$(state_of_job)
-  if [ -n "$state" ] && [ "$state" != RUNNING ]; then
+  # SIGNALING: it runs, and Slurm has not yet heard from its nodes that the warning reached them.
+  if [[ ! $state =~ ^(RUNNING|SIGNALING|)$ ]]; then
     stopped='by Slurm'
     say "ended by Slurm: unless Slurm starts it again, TREEATTN_RUN=$run and the same sbatch go on from there ($state)"
   fi

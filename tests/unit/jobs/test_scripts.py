@@ -316,6 +316,7 @@ def test_a_run_that_is_cut_off_goes_on(bench):
             # This task's number is that of its array: 7 would be all of its tasks.
             ({"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "1"}, True, "cut off and requeued"),
             ({"STATE": "none"}, True, "cut off and requeued"),
+            ({"STATE": "SIGNALING"}, True, "cut off and requeued"),  # a busy Slurm, before its limit
             ({"STATE": "COMPLETING"}, False, "ended by Slurm"),  # somebody cancelled it
             ({"SLURM_RESTART_COUNT": "3", "TREEATTN_RESTARTS": "3"}, False, "3 times already"),
         ],
