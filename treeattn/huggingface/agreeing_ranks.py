@@ -12,6 +12,7 @@ from transformers.generation import GenerationMixin, LogitsProcessor, StoppingCr
 
 from treeattn.agreement import Agreement, must_match
 from treeattn.errors import ArgumentError
+from treeattn.huggingface.origin import Telling
 from treeattn.huggingface.tensors import digest
 
 #: Ids of each sequence that are compared for a token, after all of them for the first.
@@ -79,6 +80,7 @@ def let_generate_agree(caches: type[Any]) -> None:
                 f"the cache has {slots} slots already and the text {tokens} tokens: pass one that begins "
                 "with those of the cache and goes on, or reset() it"
             )
+        processors.append(Telling(cache))
         if cache.comm.size > 1:
             if generation_config.max_time is not None:
                 raise ArgumentError("max_time: ranks would stop at different tokens; pass max_new_tokens")
@@ -87,12 +89,13 @@ def let_generate_agree(caches: type[Any]) -> None:
 
     GenerationMixin._get_logits_processor = prepared
     for name in ("_sample", "_beam_search", "_assisted_decoding"):
-        setattr(GenerationMixin, name, _agreeing(getattr(GenerationMixin, name)))
+        setattr(GenerationMixin, name, _agreeing(getattr(GenerationMixin, name), caches))
 
 
-def _agreeing(decode: Any) -> Any:
-    """A decoding method whose ranks go on with what rank 0 drew. Beams and drafts have no place for that:
-    ranks that drew otherwise raise at the next token, or at the end."""
+def _agreeing(decode: Any, caches: type[Any]) -> Any:
+    """A decoding method that goes on with no cache of another text, and whose ranks go on with what rank 0
+    drew. Beams and drafts have no place for that: ranks that drew otherwise raise at the next token, or at
+    the end."""
 
     @functools.wraps(decode)
     def decoded(
@@ -103,6 +106,10 @@ def _agreeing(decode: Any) -> Any:
         generation_config: Any,
         **more: Any,
     ) -> Any:
+        for cache in (given for given in more.values() if isinstance(given, caches)):
+            mask, beside = more.get("attention_mask"), {**more, "attention_mask": None}
+            told = not any(torch.is_tensor(one) and one.is_floating_point() for one in beside.values())
+            cache.origin.begin(cache, model, ids, mask, told)
         agreeing = [one for one in logits_processor if isinstance(one, AgreeingRanks)]
         draws = agreeing if generation_config.do_sample else []
         if decode.__name__ == "_sample":

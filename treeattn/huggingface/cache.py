@@ -29,6 +29,7 @@ from treeattn.errors import ArgumentError
 from treeattn.huggingface import plans, saved
 from treeattn.huggingface.agreeing_ranks import follow_rank_0
 from treeattn.huggingface.layers import FullAttentionLayer, SlidingWindowLayer, waiting
+from treeattn.huggingface.origin import Origin
 from treeattn.huggingface.remote import RemoteLayer
 
 _ATTENTION = {"full_attention": FullAttentionLayer, "sliding_attention": SlidingWindowLayer}
@@ -105,7 +106,7 @@ class ShardedKV(Cache):
                 "the layers of the model": len(layers),
             }
         super().__init__(layers=layers)
-        self.model_type = text.model_type
+        self.model_type, self.config, self.origin = text.model_type, text, Origin()
         self.latent = bool(getattr(text, "kv_lora_rank", None))
         full = [n for n, layer in enumerate(layers) if isinstance(layer, FullAttentionLayer)]
         self.first = full[0] if full else 0  # layer of full attention
@@ -129,6 +130,7 @@ class ShardedKV(Cache):
             raise ArgumentError(
                 f"the model has more than the {len(self.layers)} layers of the cache: make it of its config"
             )
+        self.origin.check()
         return self.layers[layer_idx].update(key_states, value_states)
 
     def _layer(self, kind: str, heads: int | None, given: dict[str, Any]) -> Any:
@@ -167,17 +169,25 @@ class ShardedKV(Cache):
         mine = scores.detach().float().cpu().numpy() if self.comm.rank == 0 else None
         return torch.from_numpy(follow_rank_0(self.comm, scores.device, mine)).to(scores)
 
-    def save(self, directory: str | Path) -> None:
+    def save(self, directory: str | Path, *, unchecked: bool = False) -> None:
         """Write all tokens into a directory that all ranks share, as `ShardedCache.save`: a prompt that was
-        computed once is continued by any job. Collective. Raises `ArgumentError` for a model with windows or
-        recurrent states, and as that does."""
-        saved.save(self, directory)
+        computed once is continued by any job. Collective.
 
-    def load(self, directory: str | Path) -> None:
+        unchecked: also tokens that were not given as ids to `prefill` or `generate()`; only an unchecked
+        `load` takes them. Raises `ArgumentError` for such, for a model with windows or recurrent states, and
+        as `ShardedCache.save`.
+        """
+        saved.save(self, directory, unchecked)
+
+    def load(self, directory: str | Path, *, unchecked: bool = False) -> None:
         """What `save` wrote for this model, on any number of ranks or cache nodes; ``generate()`` of ids that
-        begin with those tokens goes on from there. Collective. Raises `ArgumentError` for another model, a
-        cache that is not empty, and as `ShardedCache.load`."""
-        saved.load(self, directory)
+        begin with those tokens goes on from there. Collective.
+
+        The configuration is compared here, ids, padding and weights by the first `generate()`, which raises
+        `ArgumentError` for others; nothing else goes on before. unchecked: nothing of that is compared.
+        Raises `ArgumentError` for another model, a cache that is not empty, and as `ShardedCache.load`.
+        """
+        saved.load(self, directory, unchecked)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Of copies and pickles, which would have one rank's part of it."""
@@ -188,8 +198,29 @@ class ShardedKV(Cache):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        waiting.layer, self.follows = None, False
+        waiting.layer, self.follows, self.origin = None, False, Origin()
         super().reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget so many of the last slots, given as a negative number."""
+        self.origin.check()
+        super().crop(tokens_to_remove)
+        self.origin.crop(self.get_seq_length())
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row i goes on with what row beam_idx[i] was."""
+        super().reorder_cache(beam_idx)
+        self.origin.select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """The same."""
+        super().batch_select_indices(indices)
+        self.origin.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row `repeats` times, one after the other."""
+        super().batch_repeat_interleave(repeats)
+        self.origin.repeat(repeats)
 
 
 def _refuse_another_way(config: Any) -> None:

@@ -81,6 +81,7 @@ def prefill(
             "ids": digest(ids),
             "attention_mask": None if begins is None else begins.tolist(),
         }
+    cache.origin.begin(cache, model, ids, attention_mask)
     dealt = cache.dealt = Dealt(comm, tokens, begins)
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # rings are not traced
@@ -88,6 +89,7 @@ def prefill(
     finally:
         cache.dealt = None
     dealt.close()
+    cache.origin.tell(ids, tokens)
 
 
 def _frequencies(config: Any, length: int) -> list[int]:

@@ -1,0 +1,258 @@
+"""A saved cache is continued by the text and the weights it was made of, and by no others."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
+torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
+
+from tests.support.tiny_models import made, padded, prompt  # noqa: E402
+from treeattn import huggingface  # noqa: E402
+from treeattn.errors import ArgumentError, StateError  # noqa: E402
+from treeattn.huggingface import plans  # noqa: E402
+
+pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+
+GREEDY = {"do_sample": False, "max_new_tokens": 4}
+
+
+@pytest.fixture
+def directory(comm, tmp_path):
+    """The cache of the prompt but its last token."""
+    folder, model = comm.bcast(str(tmp_path)), made("Llama", "treeattn")
+    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+    huggingface.prefill(model, prompt(2)[:, :-1], kv, padded(prompt(2))[:, :-1])
+    kv.save(folder)
+    comm.barrier()
+    return folder
+
+
+@pytest.fixture
+def loaded(comm, directory):
+    def load(model, **how):
+        kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+        kv.load(directory, **how)
+        return kv
+
+    return load
+
+
+class Adapted(torch.nn.Module):
+    """A LoRA of one layer, as PEFT names its parts; `active_adapters` switches it."""
+
+    def __init__(self, base_layer, rank=2, scale=1.0):
+        super().__init__()
+        self.base_layer, self.active_adapters, self.scaling = base_layer, ["default"], {"default": scale}
+        self.lora_A = torch.nn.Parameter(torch.full((rank, base_layer.in_features), 0.1))
+        self.lora_B = torch.nn.Parameter(torch.full((base_layer.out_features, rank), 0.1))
+
+    def forward(self, states):
+        out = self.base_layer(states)
+        if self.active_adapters:
+            out = out + states @ self.lora_A.T @ self.lora_B.T * self.scaling["default"]
+        return out
+
+
+def adapted(model):
+    attention = model.model.layers[2].self_attn
+    attention.v_proj = Adapted(attention.v_proj)
+
+
+class Low(torch.nn.Module):
+    """The same as a parametrization of the weight."""
+
+    def __init__(self, out, given):
+        super().__init__()
+        self.a, self.b = torch.nn.Parameter(torch.ones(out, 2)), torch.nn.Parameter(torch.ones(2, given))
+
+    def forward(self, weight):
+        return weight + self.a @ self.b
+
+
+def parametrized(model):
+    projection = model.model.layers[2].self_attn.v_proj
+    torch.nn.utils.parametrize.register_parametrization(projection, "weight", Low(*projection.weight.shape))
+
+
+def merged(model):
+    with torch.no_grad():
+        model.model.layers[2].self_attn.v_proj.weight += 1e-3
+
+
+def drawn_anew(model):
+    torch.manual_seed(9)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.15)
+
+
+def cast(model):
+    model.to(torch.float64)
+
+
+@pytest.mark.parametrize("changed", [adapted, parametrized, merged, drawn_anew, cast])
+def test_other_weights_of_the_same_shape(loaded, changed):
+    model = made("Llama", "treeattn")
+    changed(model)
+    kv = loaded(model)
+    with pytest.raises(ArgumentError, match="saved by other weights"):
+        model.generate(prompt(2), attention_mask=padded(prompt(2)), past_key_values=kv, **GREEDY)
+
+
+def test_an_adapter_that_is_switched(comm, tmp_path):
+    """Its weights are there before and after."""
+    folder, model = comm.bcast(str(tmp_path)), made("Llama", "treeattn")
+    adapted(model)
+    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+    text = model.generate(prompt(), past_key_values=kv, **GREEDY)
+    kv.save(folder)
+    for name, other in ("active_adapters", []), ("scaling", {"default": 2.0}):
+        kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+        kv.load(folder)
+        layer = model.model.layers[2].self_attn.v_proj
+        before = getattr(layer, name)
+        setattr(layer, name, other)
+        with pytest.raises(ArgumentError, match="other weights, adapters or types"):
+            model.generate(text, past_key_values=kv, **GREEDY)
+        setattr(layer, name, before)
+    model.generate(text, past_key_values=kv, **GREEDY)
+
+
+def test_another_configuration(loaded):
+    theta = made("Llama", "treeattn", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    with pytest.raises(ArgumentError, match="another configuration"):
+        loaded(theta)
+    assert loaded(theta, unchecked=True).get_seq_length() == 29
+
+
+def test_another_text(loaded):
+    """Other ids, other padding, none of them; with those it was made of it goes on."""
+    model, ids, mask = made("Llama", "treeattn"), prompt(2), padded(prompt(2))
+    wanted = made("Llama").generate(ids, attention_mask=mask, **GREEDY).tolist()
+    kv, other = loaded(model), ids.clone()
+    other[1, 17] += 1
+    for given in (other, {}), (ids, {"attention_mask": torch.ones_like(ids)}), (ids.flip(0), {}):
+        with pytest.raises(ArgumentError, match="saved of another text"):
+            model.generate(given[0], past_key_values=kv, **({"attention_mask": mask} | given[1] | GREEDY))
+    embeds = model.get_input_embeddings()(ids)
+    with pytest.raises(ArgumentError, match="ids of the text .inputs_embeds.* cannot be compared"):
+        model.generate(inputs_embeds=embeds, attention_mask=mask, past_key_values=kv, **GREEDY)
+    for pads in (ids, ids.masked_fill(mask == 0, 5)):  # what stands under padding is no text
+        kv = loaded(model)
+        got = model.generate(pads, attention_mask=mask, past_key_values=kv, **GREEDY)
+        assert got[:, 30:].tolist() == [row[30:] for row in wanted]
+
+
+def test_nothing_else_goes_on_before_it_is_compared(loaded):
+    model, ids = made("Llama", "treeattn"), prompt(2)
+    kv, mask = loaded(model), padded(prompt(2))
+    for call in lambda: model(ids[:, -1:], past_key_values=kv), lambda: kv.crop(-1):
+        with pytest.raises(StateError, match=r"not compared yet: generate.. does so first"):
+            call()
+    unchecked = loaded(model, unchecked=True)
+    got = model.generate(ids, attention_mask=mask, past_key_values=unchecked, **GREEDY)
+    kv.batch_select_indices(torch.tensor([1, 0]))
+    kv.batch_repeat_interleave(2)
+    rows = [1, 1, 0, 0]
+    again = model.generate(ids[rows], attention_mask=mask[rows], past_key_values=kv, **GREEDY)
+    assert again.tolist() == got[rows].tolist()
+
+
+WAYS = {
+    "beams": {"num_beams": 3},
+    "prompt lookup in chunks": {"prompt_lookup_num_tokens": 4, "prefill_chunk_size": 7},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_generate_has_written_is_known(comm, tmp_path, way):
+    """The rows of beams as they were reordered last, and drafts that were cropped."""
+    folder, model, ids = comm.bcast(str(tmp_path)), made("Llama", "treeattn"), prompt(1, 24)
+    ids[:, 12:] = ids[:, :12]
+    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+    text = model.generate(ids, past_key_values=kv, **(GREEDY | WAYS[way]))
+    kv.save(folder)
+    slots, known = kv.get_seq_length(), kv.origin.text(kv.get_seq_length())
+    assert slots == 27
+    with torch.no_grad():
+        fresh = huggingface.ShardedKV(model.config, comm, capacity=64)
+        model(known, past_key_values=fresh)
+    held, wanted = (layer.store.shard.k for layer in (kv.layers[3], fresh.layers[3]))
+    mine = int(fresh.layers[3].store.shard.lengths[0])
+    torch.testing.assert_close(held[:, :mine], wanted[:, :mine], rtol=1e-3, atol=1e-4)
+    again = huggingface.ShardedKV(model.config, comm, capacity=64)
+    again.load(folder)
+    more = torch.cat([known, prompt(len(known), 3, seed=5)], 1)
+    got = model.generate(more, past_key_values=again, **GREEDY)
+    assert got.tolist() == made("Llama").generate(more, **GREEDY).tolist()
+    assert known[0, :24].tolist() == text[0, :24].tolist()
+
+
+def test_a_text_that_is_not_known_is_saved_unchecked_alone(comm, tmp_path):
+    folder, model, ids = comm.bcast(str(tmp_path)), made("Llama", "treeattn"), prompt()
+    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+
+    def embedded():
+        embeds = model.get_input_embeddings()(ids).detach()
+        model.generate(inputs_embeds=embeds, past_key_values=kv, **GREEDY)
+
+    def own_loop():
+        model(ids, past_key_values=kv)
+
+    def behind_a_crop():
+        huggingface.prefill(model, ids, kv)
+        kv.crop(-10)
+        model(ids[:, :4], past_key_values=kv)
+
+    def by_two_models():
+        huggingface.prefill(model, ids[:, :9], kv)
+        other = made("Llama", "treeattn")
+        merged(other)
+        other.generate(ids, past_key_values=kv, **GREEDY)
+
+    for way, what in (embedded, "ids"), (own_loop, "ids"), (behind_a_crop, "ids"), (by_two_models, "weights"):
+        kv.reset()
+        with torch.no_grad():
+            way()
+        with pytest.raises(ArgumentError, match=f"the {what} that the cache was made by are not known"):
+            kv.save(folder)
+    kv.save(folder, unchecked=True)
+    slots, again = kv.get_seq_length(), huggingface.ShardedKV(model.config, comm, capacity=64)
+    with pytest.raises(ArgumentError, match="does not say of which ids"):
+        again.load(folder)
+    again.load(folder, unchecked=True)
+    assert again.get_seq_length() == slots
+
+
+def test_a_second_turn_of_another_text(comm):
+    """Also without files: what the cache has of ids is known."""
+    model, ids = made("Llama", "treeattn"), prompt()
+    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+    text = model.generate(ids, past_key_values=kv, **GREEDY)
+    other = text.clone()
+    other[0, 7] = 2 + (other[0, 7] - 1) % 95
+    with pytest.raises(ArgumentError, match="another text, from slot 7 of row 0 on"):
+        model.generate(other, past_key_values=kv, **GREEDY)
+    kv.crop(-(kv.get_seq_length() - 7))
+    got = model.generate(other, past_key_values=kv, **GREEDY)
+    assert got.tolist() == made("Llama").generate(other, **GREEDY).tolist()
+
+
+def test_weights_that_differ_between_ranks(comm, tmp_path):
+    """As tensor parallel ones do: each rank compares its own, and another number of ranks cannot."""
+    if comm.size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    folder, model, ids = comm.bcast(str(tmp_path)), made("Llama", "treeattn"), prompt()
+    with torch.no_grad():
+        model.lm_head.weight *= 1 + comm.rank
+    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+    huggingface.prefill(model, ids[:, :-1], kv)
+    kv.save(folder)
+    comm.barrier()
+    kv.reset()
+    kv.load(folder)
+    model.generate(ids, past_key_values=kv, **GREEDY)
+    alone = huggingface.ShardedKV(model.config, plans.alone().comm, capacity=64)
+    alone.load(folder)
+    with pytest.raises(ArgumentError, match="split over ranks in another way"):
+        model.generate(ids, past_key_values=alone, **GREEDY)
