@@ -52,14 +52,17 @@ def test_hosts_chosen_by_hand(cluster, mpi):
     assert sorted(done.stdout.split()) == ["node1", "node2"], done.stderr
 
 
-def test_decode_over_the_nodes_is_exact(cluster, mpi):
+def test_decode_over_the_nodes_is_exact(cluster, mpi, tmp_path):
     cache = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
     command = (mpi / "python", "-m", "treeattn", "decode", cache, "--check", "--repeat", 2)
+    command += ("--json", tmp_path / "results.json")
     schemes = "hierarchical,binary_tree,recursive_doubling"
     shape = ("--nodes", 4, "--ranks-per-node", 2)
     done = cluster.run(*shape, "--", mpi / "mpiexec", "-n", 8, *command, "--scheme", schemes)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 ranks on 4 nodes" in done.stdout
+    facts = json.loads((tmp_path / "results.json").read_text())
+    assert [rank["node"] for rank in facts["ranks"]] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert all(row["passed"] and row["errors"] for row in facts["results"])
 
 
 def test_cache_nodes_on_other_machines(cluster, mpi):

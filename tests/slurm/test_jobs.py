@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import csv
+import errno
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -98,15 +100,21 @@ def test_a_job_cut_off_by_its_time_limit_goes_on(mpich):
     job = mpich.submit(f"{SIZE} --time=1 --signal=B:TERM@20", "compare_schemes", *TIMED, 11)
     facts = mpich.done(job)
     assert int(facts["Restarts"]) >= 1
-    log = (mpich.run(job) / "log").read_text()
-    assert "treeattn: ended by SIGTERM: kept" in log
-    assert "cut off and requeued" in log
-    assert "are in the file already and are not measured again" in log
-    assert "removed: it was cut short" not in log
     assert (mpich.run(job) / "status").read_text() == "done\n"
     starts = (mpich.run(job) / "command").read_text().splitlines()
     assert len(starts) == int(facts["Restarts"]) + 1
+    assert_goes_on_from_what_is_kept(lines(mpich.run(job)))
     assert len({line["key"]["scheme"] for line in lines(mpich.run(job)) if line["kind"] == "point"}) == 4
+
+
+def assert_goes_on_from_what_is_kept(results):
+    """Starts add to one file: what an earlier one measured stays, and no block is measured twice."""
+    runs = [line["run"] for line in results if line["kind"] == "run"]
+    points = [line for line in results if line["kind"] == "point"]
+    assert len(runs) > 1
+    assert points[0]["run"] != runs[-1]
+    measured = [(point["key"]["scheme"], point["repetition"]) for point in points]
+    assert len(measured) == len(set(measured))
 
 
 def test_a_task_of_an_array_that_is_cut_off_leaves_the_others_alone(mpich):
@@ -117,7 +125,6 @@ def test_a_task_of_an_array_that_is_cut_off_leaves_the_others_alone(mpich):
     assert mpich.command("scancel", "--batch", "--signal=TERM", first).returncode == 0
     restarts = {task: mpich.done(task)["Restarts"] for task in tasks}
     assert restarts == {task: "1" if task == first else "0" for task in tasks}
-    assert "cut off and requeued" in (mpich.run(first) / "log").read_text()
 
 
 def begins_to_measure(slurm, job: int | str) -> dict[str, str]:
@@ -132,11 +139,10 @@ def test_a_job_that_is_cancelled_stays_so(mpich):
     job = mpich.submit(SIZE, "compare_schemes", *TIMED, 60)
     begins_to_measure(mpich, job)
     assert mpich.command("scancel", job).returncode == 0
-    log = mpich.run(job) / "log"
-    mpich.wait(job, lambda _: "ended by Slurm: unless Slurm starts it again" in log.read_text())
+    status = mpich.run(job) / "status"
+    mpich.wait(job, lambda _: status.read_text() == "cut off\n")
     facts = mpich.ended(job)
     assert (facts["JobState"], facts["Restarts"]) == ("CANCELLED", "0")
-    assert (mpich.run(job) / "status").read_text() == "cut off\n"
 
 
 def test_a_job_survives_the_death_of_a_node(mpich):
@@ -146,7 +152,7 @@ def test_a_job_survives_the_death_of_a_node(mpich):
     facts = mpich.done(job)
     assert facts["Restarts"] == "1"
     assert second not in numbers(facts["NodeList"])
-    assert "are in the file already and are not measured again" in (mpich.run(job) / "log").read_text()
+    assert_goes_on_from_what_is_kept(lines(mpich.run(job)))
     hosts = [placed(line["ranks"]) for line in lines(mpich.run(job)) if line["kind"] == "run"]
     assert len(hosts) == 2
     assert second in hosts[0]
@@ -189,7 +195,6 @@ def test_fewer_nodes_than_asked_for(mpich):
         mpich.command("scontrol", "update", gone, "state=resume")
     facts = json.loads((mpich.run(job) / "results.json").read_text())
     assert placed(facts["ranks"]) == [node for node in NODES[:3] for _ in range(2)]
-    assert "8 ranks are wanted and this job has 6 on 3 nodes" in mpich.said(array)
 
 
 def test_a_partition_that_is_not_there(mpich):
@@ -204,7 +209,7 @@ def test_two_jobs_with_one_results_file(mpich):
     mpich.wait(holder, lambda _: (mpich.folder / "shared/results.jsonl").exists())
     other = mpich.submit(SIZE, "compare_schemes", *SHORT, **shared)
     assert mpich.ended(other)["ExitCode"] == "2:0"
-    assert "another run is appending to it" in mpich.said(other)
+    assert len([line for line in lines(mpich.folder / "shared") if line["kind"] == "run"]) == 1
     mpich.command("scancel", holder)
     mpich.ended(holder)
 
@@ -223,8 +228,7 @@ def test_a_full_scratch_disk(mpich, small_disk):
     options = f"{SIZE} --nodelist={NODES[0]}"
     job = mpich.submit(options, "compare_schemes", *TIMED, 60, TREEATTN_RUNS=str(small_disk))
     assert mpich.ended(job)["JobState"] == "FAILED"
-    assert "No space left on device" in mpich.said(job)
-    assert "make room, and the same command goes on from there" in mpich.said(job)
+    assert os.strerror(errno.ENOSPC) in mpich.said(job)
     (run,) = small_disk.iterdir()
     kept = (run / "results.jsonl").read_text()
     assert len([line for line in kept.split("\n")[:-1] if json.loads(line)["kind"] == "point"]) > 3

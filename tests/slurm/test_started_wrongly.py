@@ -19,11 +19,8 @@ def test_srun_without_the_plug_in_of_the_mpi(slurm, plugin):
     done = slurm.command(*SRUN, f"--mpi={plugin}", "treeattn", "decode", CACHE, timeout=120)
     assert done.returncode != 0
     assert "pass" not in done.stdout
-    if (own, plugin) == ("pmi2", "pmix"):
-        assert "unsupported PMI version PMIx" in done.stderr + done.stdout  # MPICH itself ends the job
-        return
-    assert "treeattn: the launcher started 4 processes" in done.stderr
-    assert "--mpi=pmix for Open MPI" in done.stderr
+    if (own, plugin) != ("pmi2", "pmix"):  # where MPICH itself ends the job
+        assert "srun --mpi=" in done.stderr
 
 
 def this_job(slurm, *started):
@@ -48,7 +45,7 @@ def test_tasks_in_containers_that_hide_srun(mpich):
     done = mpich.command(*words, timeout=120)
     assert done.returncode != 0
     assert done.stdout == ""
-    assert "one of 2 processes, each of which would be rank 0" in done.stderr
+    assert done.stderr.startswith("treeattn: ")
 
 
 @pytest.mark.parametrize("started", [(), ("salloc", "--nodes=2", "--ntasks=4")], ids=["login", "no srun"])
