@@ -22,7 +22,7 @@
 #   faults        every row of docs/faults.md, done for real and measured (half an hour)
 #   mutants       500 small faults in what is trusted most, each tried on the tests that reach it (goes on if cut off)
 #   soak          a million steps of every executor, 10,000 openings: no growth; SOAK=100000: fewer, SOAK_RANKS=64 (minutes)
-#   wheel-test    installs the package from a wheel, away from the checkout
+#   wheel-test    installs the package from a wheel, an sdist and clones, away from the checkout
 #   release-check the wheel and the sdist of this commit as they would be published; tests out of the sdist
 #   slurm-test    every job script on a real Slurm on 4 emulated nodes (root; minutes)
 #   cluster-demo  every scheme on 4 emulated nodes (root); cluster-calibrated holds predictions against it;
