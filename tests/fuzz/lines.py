@@ -45,7 +45,7 @@ compare --schemes chain,ring --what reduce --heads 2,4 --head-dim 16 --repetitio
 export b --format nccl-tests --scheme chain
 compare --schemes chain --what decode --seq-len 64:256:x2 --batch 1 --queries 2 --repetitions 1 --iterations 3
 compare --what reduce --bytes 1Ki,4Ki --arrivals random:5us --wire bfloat16 --repetitions 1 --iterations 3
-check-partials partial.safetensors --whole partial.safetensors --base 2 --scale 0.5
+check-partials partial.safetensors --whole partial.safetensors --base 2
 schemes --wide
 """.strip().splitlines()
 
