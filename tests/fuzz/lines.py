@@ -38,9 +38,8 @@ report results.jsonl --schedule own.json --title x --baseline kv_ring --out a.ht
 decode cache.safetensors --scheme hierarchical:nodes=1 --layout zigzag
 decode cache.safetensors --repeat 2 --reproducible tokens --out a.safetensors --json a.json
 verify drafts.safetensors --scheme ring --layout zigzag --owner round_robin --repeat 2 --out a.safetensors
-generate --model . --prompt-ids 1,2,3 -n 3 --draft ngram --draft-tokens 4 --save-cache s
-generate --model . --random-tokens 9 -n 2 --temperature 0.7 --top-k 5 --top-p 0.9 --cache-dtype float16
-generate --model . --prompt-ids 1,2,3,4,5,6 --prompt-tokens 5 --weight-dtype int8 --decode kv_ring
+generate --model . --prompt-ids 1,2,3 -n 3 --draft ngram
+generate --model . --prompt-ids 1,2,3,4,5,6 --weights sharded --decode kv_ring
 compare --schemes chain,ring --what reduce --heads 2,4 --head-dim 16 --repetitions 1 --iterations 3 --out b
 export b --format nccl-tests --scheme chain
 compare --schemes chain --what decode --seq-len 64:256:x2 --batch 1 --queries 2 --repetitions 1 --iterations 3

@@ -15,7 +15,7 @@ from treeattn import Reduction
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.errors import ArgumentError, BackendError, TransportError
 from treeattn.llama import Llama, Session
-from treeattn.llama.drafts import ModelDrafts, NgramDrafts
+from treeattn.llama.drafts import NgramDrafts
 from treeattn.llama.generate import Drafting, generate
 
 pytestmark = [
@@ -63,7 +63,7 @@ def test_a_prompt_of_fewer_tokens_than_ranks(comm, written, sharded):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("draft", "sharded", "changes"), [(None, True, WIDE), ("ngram", True, {}), ("model", False, WIDE)]
+    ("draft", "sharded", "changes"), [(False, True, WIDE), (True, True, {}), (True, False, WIDE)]
 )
 def test_tokens_are_those_of_the_cpu(comm, written, draft, sharded, changes):
     """The text repeats itself, so that drafts are found."""
@@ -72,16 +72,11 @@ def test_tokens_are_those_of_the_cpu(comm, written, draft, sharded, changes):
     found = {}
     for device, scheme in (("cpu", None), ("cuda", HOST[sharded])):
         model = Llama(directory, comm if sharded else None, device=device)
-        makers = {
-            "ngram": NgramDrafts,
-            "model": lambda device=device: ModelDrafts(directory, 256, capacity, device=device),
-        }
-        drafting = Drafting(drafts, makers[draft]() if comm.rank == 0 else None) if draft else None
+        drafting = Drafting(drafts, None if comm.rank else NgramDrafts()) if draft else None
         with Session(comm, model, prompt, capacity=capacity, drafts=drafts, scheme=scheme) as session:
             found[device] = generate(session, count, drafting=drafting)
     assert found["cuda"].tokens == found["cpu"].tokens
     assert found["cuda"].accepted == found["cpu"].accepted
-    assert sum(found["cuda"].accepted) > 0 or draft != "model"
 
 
 @pytest.mark.parametrize("scheme", ["recursive_doubling", "nccl_allreduce"])

@@ -16,7 +16,6 @@ from treeattn.token_tree import (
     TokenTree,
     Verifier,
     accept_greedy,
-    accept_sample,
     accept_speculative,
     verify,
 )
@@ -248,7 +247,6 @@ def test_rank_0_decides_for_all(comm):
     generator = np.random.default_rng(comm.rank) if comm.rank == 0 else None
     for accepted in (
         accept_greedy(TREE, targets, comm=comm),
-        accept_sample(TREE, p, generator, comm=comm),
         accept_speculative(TREE, p, q, generator, comm=comm),
     ):
         everyone = comm.allgather([array.tolist() for array in accepted])
@@ -265,7 +263,7 @@ def test_whatever_fails_on_rank_0_no_rank_is_left_waiting(comm):
     )
     for words, call in {
         r"integers \[2, 5\] are needed": lambda: accept_greedy(TREE, targets, comm=comm),
-        "AttributeError": lambda: accept_sample(TREE, p, None, comm=comm),
+        "AttributeError": lambda: accept_speculative(TREE, p, p, None, comm=comm),
         "inhomogeneous": lambda: accept_greedy(TREE, [[1], [2, 3]], comm=comm),
     }.items():
         raised_by_all(comm, call, words)

@@ -89,8 +89,8 @@ class Case:
         out, lse = np.zeros((batch, nodes, heads, head_dim)), np.full((batch, heads, nodes), -np.inf)
         largest = largest_value = 0.0
         for row in range(batch):
-            for leaf in self.tree.leaf_paths[row]:
-                path = leaf[leaf >= 0]
+            for leaf in np.flatnonzero(self.tree.real[row] & ~self.tree.inner[row]):
+                path = self.tree.path(row, int(leaf))
                 k, v = (
                     np.concatenate([whole[row, : self.lengths[row]], drafts[row, path]]).astype(np.float64)
                     for whole, drafts in ((self.k, self.draft_k), (self.v, self.draft_v))

@@ -2,7 +2,6 @@
 
 from treeattn.llama.config import Config, Rope, read_config
 from treeattn.llama.model import Llama
-from treeattn.llama.sampling import Sampling
 from treeattn.llama.session import Session
 
-__all__ = ["Config", "Llama", "Rope", "Sampling", "Session", "read_config"]
+__all__ = ["Config", "Llama", "Rope", "Session", "read_config"]

@@ -1,4 +1,4 @@
-"""Sources of draft tokens: what followed the same words before (prompt lookup), or a small model.
+"""Draft tokens: what followed the same words before (prompt lookup).
 
 A drafter is given a text's tokens and proposes paths of tokens that may follow. It is right or wrong without
 effect on the text, only on its speed (`treeattn.token_tree`).
@@ -7,16 +7,10 @@ effect on the text, only on its speed (`treeattn.token_tree`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from treeattn import communicators
-from treeattn.errors import ArgumentError
-from treeattn.llama.model import Llama
-from treeattn.llama.session import Session
-from treeattn.partial import Array
 from treeattn.token_tree import TokenTree
 
 
@@ -54,70 +48,6 @@ class NgramDrafts:
         places = [ends[-1]] if other is None or budget < 2 else [ends[-1], other]
         longest = min(depth, budget // len(places))
         return [tokens[place : place + longest] for place in places if longest]
-
-
-class ModelDrafts:
-    """What a small model says: one path, its likeliest tokens. It runs on the rank that asks, alone.
-
-    vocab_size: of the model that is drafted for. capacity: tokens of the longest text. device: where the
-    small model computes. Raises `ArgumentError` for what is no model, or one of another vocabulary.
-    """
-
-    def __init__(self, directory: str | Path, vocab_size: int, capacity: int, *, device: str = "cpu") -> None:
-        self._model, self._capacity = Llama(directory, device=device), capacity
-        config = self._model.config
-        if config.vocab_size != vocab_size:
-            raise ArgumentError(
-                f"{directory}: config.json's vocab_size is {config.vocab_size}, that of the model is "
-                f"{vocab_size}: a draft model has the vocabulary of the model that it drafts for"
-            )
-        if config.max_position_embeddings < capacity:
-            raise ArgumentError(
-                f"{directory}: was made for {config.max_position_embeddings} tokens, not {capacity}"
-            )
-        self._session: Session | None = None
-        self._cached: list[int] = []
-
-    def __call__(self, tokens: list[int], budget: int, depth: int) -> list[list[int]]:
-        """Propose a path as `Drafter` does."""
-        path: list[int] = []
-        logits = self._logits_after(tokens)
-        for _ in range(min(budget, depth)):
-            path.append(int(logits.argmax()))
-            if len(path) < min(budget, depth):
-                logits = self._step(path[-1])
-        return [path] if path else []
-
-    def close(self) -> None:
-        """Release what its session planned."""
-        if self._session is not None:
-            self._session.close()
-
-    def __enter__(self) -> ModelDrafts:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _logits_after(self, tokens: list[int]) -> Array:
-        """Logits of what follows `tokens`; drafts that were not kept are rolled back first."""
-        if self._session is None:
-            alone = communicators.alone()
-            self._session = Session(alone, self._model, tokens, capacity=self._capacity)
-            self._cached = list(tokens)
-            return self._session.prefill()
-        pairs = enumerate(zip(self._cached, tokens[:-1], strict=False))
-        same = next((n for n, (had, has) in pairs if had != has), min(len(self._cached), len(tokens) - 1))
-        self._session.rollback(same)
-        del self._cached[same:]
-        for token in tokens[same:]:
-            logits = self._step(token)
-        return logits
-
-    def _step(self, token: int) -> Array:
-        assert self._session is not None
-        self._cached.append(token)
-        return self._session.step(token)
 
 
 def draft_tree(last: int, paths: Sequence[Sequence[int]], nodes: int) -> TokenTree:

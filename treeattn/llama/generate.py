@@ -6,7 +6,6 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from treeattn.agreement import broadcast_from_root
 from treeattn.collectives.runtime import watchdog
@@ -56,15 +55,12 @@ def generate(
     drafting: Drafting | None = None,
     on_step: Callable[[Continuation], object] = lambda continuation: None,
     progress: Callable[[str], object] = lambda line: None,
-    load: Path | None = None,
-    save: Path | None = None,
 ) -> Continuation:
     """Generate `count` tokens after the prompt of a new session, at most up to one of `stop`. Collective.
 
-    load: a saved cache that the prompt is taken from in place of a prefill; save: where to save it. on_step:
-    called after every step; progress: with a line, while the prompt runs. Drafts change the number of steps,
-    and no token that is not as likely as another to within rounding: those that are kept are what would have
-    been chosen without them. With a `reproducible` model they change no bit of any logit.
+    on_step: called after every step; progress: with a line, while the prompt runs. Drafts change the number
+    of steps, and of a greedy text no token that is not as likely as another to within rounding. With a
+    `reproducible` model they change no bit of any logit.
     """
     clock, layers = time.perf_counter, session.model.config.layers
     text = session.prompt_tokens.tolist()
@@ -76,13 +72,11 @@ def generate(
         rate = len(text) * (layer + 1) / layers / (clock() - began)
         progress(f"prompt of {len(text):,} tokens: {layer + 1} of {layers} layers, {rate:,.0f} tokens/s")
 
-    logits = session.prefill(on_layer) if load is None else session.load(load)
+    logits = session.prefill(on_layer)
     made = Continuation([session.choose(logits)], clock() - began)
     digested = session.model.reproducible
     if digested:
         made.chosen_by(logits[None])
-    if save is not None:
-        session.save(save)
     on_step(made)
     text += made.tokens
     while len(made.tokens) < count and made.tokens[-1] not in stop:

@@ -22,7 +22,7 @@ from treeattn.attention.shape import DTYPES
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.decoder.reproducible import find
-from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.errors import RestrictionError
 from treeattn.llama.config import Config, Rope, read_config
 from treeattn.llama.tensor_parallel import Linear, Loader, TensorParallelGroup, Tokens
 from treeattn.llama.weights import RandomWeights, Weights
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 #: Where weights are: all on every rank, or each on one.
 WEIGHTS = ("replicated", "sharded")
-#: Types that matrices may be rounded to when they are read.
-WEIGHT_DTYPES = ("int8",)
-
 #: Called with a layer's number, q [tokens, heads, cache_head_dim] and k, v [tokens, kv_heads, cache_head_dim]
 #: of the tokens of a forward pass, rotated, in arrays that will hold those of the next layer; returns what
 #: each query attends to, like q, or this rank's heads of it.
@@ -166,17 +163,13 @@ class Llama:
     where it computes and where its weights lie, "cpu" or "cuda": each rank's go there once.
 
     cache_head_dim: of q, k and v, whose heads zeros fill up to the next one that the device has a kernel for:
-    scores stay what they are, and the results of the zeros are cut off. dtype: of its matrices, before they
-    are rounded.
-    weight_dtype: "int8" rounds every matrix when it is read, by the largest of each row, or of each rank's
-    part of it: on the processor a token reads half the bytes of 16-bit weights, and its logits are others.
+    scores stay what they are, and the results of the zeros are cut off. dtype: of its matrices.
     reproducible: a token's numbers have the same bits beside whatever other tokens of a pass, drafts or a
     prompt: linear maps sum in one order, by 16 tokens at a time, which makes a prompt slower.
     mapped: matrices of the processor stay the pages of their files, which processes of a machine share, and
     which are read half as fast as memory in large pages: where several hold the same.
     weight_bytes: what this rank holds.
-    norms_digest: SHA-256 of what every rank has whole, and of weight_dtype, which tells models of one
-    configuration apart.
+    norms_digest: SHA-256 of what every rank has whole, which tells models of one configuration apart.
 
     Raises `ArgumentError` for a directory that holds no such model, `BackendError` for a device that is not
     there or whose kernels are too narrow; with `comm` on every rank.
@@ -189,12 +182,11 @@ class Llama:
         *,
         device: str = "cpu",
         reproducible: bool = False,
-        weight_dtype: str | None = None,
         mapped: bool = False,
     ) -> None:
-        self.reproducible, self.weight_dtype = reproducible, weight_dtype
+        self.reproducible = reproducible
         if comm is None:
-            self._load(model, None, device, mapped and device == "cpu" and weight_dtype is None)
+            self._load(model, None, device, mapped and device == "cpu")
             return
         if reproducible:
             raise RestrictionError(
@@ -204,7 +196,7 @@ class Llama:
         watched = communicators.mpi_intracomm(comm, "a model with sharded weights")
         with Agreement(watched) as agreed:
             self._load(model, watched, device)
-            agreed.must_match = {"the model's device": device, "the model's weight_dtype": self.weight_dtype}
+            agreed.must_match = {"the model's device": device}
 
     def _load(
         self,
@@ -213,17 +205,13 @@ class Llama:
         device: str,
         mapped: bool = False,
     ) -> None:
-        if self.weight_dtype not in (None, *WEIGHT_DTYPES):
-            raise ArgumentError(
-                f"weight_dtype {self.weight_dtype!r:.40}: use int8, or None for what files have"
-            )
         weights = model if isinstance(model, RandomWeights) else Weights(model, read_config(model), mapped)
         self.config = config = weights.config
         self.comm, self.device = comm, find(device, "tokens" if self.reproducible else None, 1)
         self.dtype = weights.dtype if device == "cpu" else "float32"
         self.cache_head_dim = self.device.kernel_head_dim(config.head_dim)
         group = None if comm is None else TensorParallelGroup(comm, self.device)
-        loader = Loader(weights, self.device, group, self.weight_dtype)
+        loader = Loader(weights, self.device, group)
         self._embedding, self._head = loader.vocabulary()
         self._layers: list[tuple[Attention, FeedForward]] = []
         for layer in range(config.layers):
@@ -233,7 +221,7 @@ class Llama:
             )
         self._norm = RMSNorm(self.device, loader.vector("model.norm.weight"), config.rms_norm_eps)
         self._frequencies = inverse_frequencies(config.rope, config.head_dim)
-        self.weight_bytes, digest = loader.nbytes, hashlib.sha256((self.weight_dtype or "").encode())
+        self.weight_bytes, digest = loader.nbytes, hashlib.sha256()
         for name in weights.shapes:
             if name.endswith("norm.weight"):
                 digest.update(weights.read(name).tobytes())

@@ -12,7 +12,6 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,15 +28,11 @@ from treeattn.decoder import Decoder, Prefill
 from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.llama.model import Attend, Llama
-from treeattn.llama.sampling import Sampling
 from treeattn.llama.tensor_parallel import Tokens
 from treeattn.partial import Array
 from treeattn.selection import select
 from treeattn.shards import parse_layout
-from treeattn.token_tree import Accepted, TokenTree, Verifier
-
-#: What keys and values are cached in; on a GPU the first.
-CACHE_DTYPES = ("float32", "float16", "bfloat16")
+from treeattn.token_tree import Accepted, TokenTree, Verifier, accept_greedy
 
 
 class Session:
@@ -64,11 +59,10 @@ class Session:
     drafts : int
         Slots of the trees that `verify` takes. They are reduced by `scheme`, by the default where that
         leaves each rank its heads, and by none that attends while it communicates.
-    sampling : Sampling, optional
-        How tokens are chosen; greedily unless given.
-    cache_dtype : {"float32", "float16", "bfloat16"}, optional
-        Of keys and values, and of the queries that meet them; that of the weights unless given, on a GPU
-        float32.
+    temperature : float
+        0 for the likeliest token; above it tokens are drawn, with logits divided by it.
+    seed : int
+        Of what rank 0 draws.
 
     With a model made `reproducible` every logit has the same bits on whatever ranks, layout and scheme, and
     with or without drafts, on like processors.
@@ -90,16 +84,21 @@ class Session:
         scheme: str | Schedule | Reduction | None = None,
         layout: str = "zigzag",
         drafts: int = 0,
-        sampling: Sampling | None = None,
-        cache_dtype: str | None = None,
+        temperature: float = 0.0,
+        seed: int = 0,
     ) -> None:
         comm, config, sharded = communicators.intracomm(comm), model.config, model.comm is not None
         with Agreement(comm) as agreed:
             how = trees = Reduction.of(scheme or ("head_scatter" if sharded else None))
             if sharded and how.scheme is not None and select(how.scheme).row.scattered:
                 how, trees = replace(how, output="heads"), replace(how, scheme=None)
-            self._begin(comm, model, prompt, capacity, sampling)
-            self._dtype = _checked_dtype(cache_dtype, model)
+            self.comm, self.model, self.capacity = comm, model, capacity
+            self.prompt_tokens = _checked_prompt(prompt, capacity, model)
+            self.tokens, self.attention_s = len(self.prompt_tokens), 0.0
+            if not 0 <= temperature < np.inf:
+                raise ArgumentError(f"temperature {temperature}: give a number from 0 on, 0 for no sampling")
+            self._temperature, self._generator = temperature, np.random.default_rng(seed)
+            self._dtype = model.dtype  # of keys and values, and of the queries that meet them
             if model.comm is not None and not _same_ranks(model.comm, comm):
                 raise ArgumentError("the model's weights are sharded over other ranks than the session's")
             rule, size = parse_layout(layout), comm.size
@@ -108,11 +107,10 @@ class Session:
                 "the prompt": f"{hashlib.sha256(self.prompt_tokens.tobytes()).hexdigest():.16} (its SHA-256)",
                 "capacity": capacity,
                 "layout": layout,
-                "cache_dtype": self._dtype,
-                "sampling": self._sampling,
+                "temperature": temperature,
+                "seed": seed,
                 "sharded weights": sharded,
                 "reproducible": model.reproducible,
-                "the model's weight_dtype": model.weight_dtype,
                 **{f"the model's {one.name}": getattr(config, one.name) for one in fields(config)},
                 "the digest of the model's norms": f"{model.norms_digest:.16}",
             }
@@ -130,21 +128,6 @@ class Session:
         # First, since it refuses schemes that a decoder takes: then there is no decoder to close.
         self._verifier = Verifier(comm, nodes=drafts, scheme=trees, **self._attention) if drafts else None
         self.decoder = Decoder(comm, scheme=how, **self._attention)
-
-    def _begin(
-        self,
-        comm: Communicator,
-        model: Llama,
-        prompt: Sequence[int] | Tokens,
-        capacity: int,
-        sampling: Sampling | None,
-    ) -> None:
-        """What every session has, wherever its keys and values lie. Raises `ArgumentError`."""
-        self.comm, self.model, self.capacity = comm, model, capacity
-        self._sampling = sampling or Sampling()
-        self._generator = np.random.default_rng(self._sampling.seed)
-        self.prompt_tokens = _checked_prompt(prompt, capacity, model)
-        self.tokens, self.attention_s = len(self.prompt_tokens), 0.0
 
     @property
     def tree_decoder(self) -> Decoder | None:
@@ -192,41 +175,6 @@ class Session:
             self.comm.bcast_array(last, root)
         logits: Array = model.logits(model.device.from_host(last))[0]
         return logits
-
-    def save(self, directory: Path) -> None:
-        """Save what is in the cache, for any job that has the model and a text which begins alike: whatever
-        its ranks, layout and weights. Raises as `ShardedCache.save`; `ArgumentError` before the prefill."""
-        self._check_prefilled()
-        if self.tokens != len(self.prompt_tokens):
-            raise ArgumentError("the cache holds other tokens than the prompt: save it after prefill")
-        self._cache.save(directory, self._about(self.tokens))
-
-    def load(self, directory: Path) -> Array:
-        """In place of `prefill`: take the keys and values of the prompt, or of its beginning, out of a saved
-        cache. Logits [vocab_size] of what follows the prompt. Raises `ArgumentError` for a cache of another
-        model, or of another text, and as `ShardedCache.load`."""
-        if self._cache.totals[0]:
-            raise ArgumentError("the prompt is in the cache already: a session has one")
-        with Agreement(self.comm):
-            from treeattn.cache.index import read_index
-
-            index = read_index(directory)
-            there, own = index.totals[0], len(self.prompt_tokens)
-            for name, value in self._about(there).items():
-                if index.about.get(name) != value:
-                    raise ArgumentError(f"{directory}: saved of another {name}: run the prompt anew")
-        device = self.model.device.name
-        self._cache = ShardedCache.load(directory, self.comm, device=device, **self._laid_out)
-        self.rollback(min(there, own - 1))  # the last token is run again, for what follows it
-        for token in self.prompt_tokens[self.tokens :].tolist():
-            logits = self.step(token)
-        return logits
-
-    def _about(self, tokens: int) -> dict[str, str]:
-        """What a saved cache must be of: the model, and the first `tokens` tokens of the prompt."""
-        text = self.prompt_tokens[:tokens] if tokens <= len(self.prompt_tokens) else self.prompt_tokens[:0]
-        model = {"model": self.model.norms_digest, "head_dim in caches": str(self.model.cache_head_dim)}
-        return {**model, "dtype": self._dtype, "text": hashlib.sha256(text.tobytes()).hexdigest()}
 
     def step(self, token: int) -> Array:
         """Take one more token: logits [vocab_size] of what follows. Raises `ArgumentError` where the cache is
@@ -298,20 +246,29 @@ class Session:
         self.tokens = tokens
 
     def choose(self, logits: Array) -> int:
-        """The next token by logits [vocab_size], as rank 0 sees them. Raises `ArgumentError` where they
-        let none be chosen."""
-        sampling, generator = self._sampling, self._generator
-        return broadcast_from_root(
-            self.comm, lambda: sampling.choose(logits, generator), "the token that rank 0 chooses"
-        )
+        """The next token by logits [vocab_size], as rank 0 sees them. Raises `ArgumentError` for NaN."""
+        chosen = broadcast_from_root(self.comm, lambda: self._chosen(logits), "the token that rank 0 chooses")
+        return int(chosen)
 
     def accept(self, tree: TokenTree, logits: Array) -> Accepted:
         """Which nodes of a tree are kept by logits [drafts, vocab_size] of `verify`, as rank 0 sees them, and
-        the token after them: those that `choose` would have chosen, one by one, whatever the drafts are."""
-        sampling, generator = self._sampling, self._generator
+        the token after them. A token is chosen after every node, so what is kept is the model's, whatever the
+        drafts are."""
         return broadcast_from_root(
-            self.comm, lambda: sampling.accept(tree, logits, generator), "the drafts that rank 0 accepts"
+            self.comm,
+            lambda: accept_greedy(tree, self._chosen(logits)[None], comm=communicators.alone()),
+            "the drafts that rank 0 accepts",
         )
+
+    def _chosen(self, logits: Array) -> Tokens:
+        """Tokens [..] by logits [.., vocab_size]; drawn by adding Gumbel noise, whose largest sum is a sample
+        of the softmax."""
+        if self._temperature:
+            logits = logits / self._temperature + self._generator.gumbel(size=logits.shape)
+        tokens = np.asarray(logits.argmax(-1), np.int64)
+        if np.isnan(np.take_along_axis(logits, tokens[..., None], -1)).any():  # NumPy's largest number
+            raise ArgumentError("logits are NaN: the model's weights, or its sums, overflow")
+        return tokens
 
     def close(self) -> None:
         """Release what was planned. Collective."""
@@ -356,14 +313,6 @@ def _checked_prompt(prompt: Sequence[int] | Tokens, capacity: int, model: Llama)
             f"{len(tokens)} tokens of prompt, room for {capacity}: the model was made for at most {longest}"
         )
     return tokens.astype(np.int64)
-
-
-def _checked_dtype(given: str | None, model: Llama) -> str:
-    """Of caches. Raises `ArgumentError`."""
-    served = CACHE_DTYPES if model.device.name == "cpu" else CACHE_DTYPES[:1]
-    if given is not None and given not in served:
-        raise ArgumentError(f"cache_dtype {given!r:.40}: on {model.device.name} use {' or '.join(served)}")
-    return given or model.dtype
 
 
 def _check_tokens(what: str, tokens: NDArray[Any], vocabulary: int) -> None:

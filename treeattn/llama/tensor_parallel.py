@@ -9,7 +9,7 @@ however long the prompt is. All of it travels by MPI, arrays of a GPU staged thr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,9 +22,6 @@ from treeattn.llama.weights import EMBEDDING, HEAD, RandomWeights, Weights
 from treeattn.partial import Array
 from treeattn.shards import block, parts
 
-if TYPE_CHECKING:
-    from treeattn.backends.cpu.int8_rows import Int8Rows
-
 Tokens = NDArray[np.int64]
 
 _BLOCK = 1024  # tokens of a prompt whose vectors travel at once
@@ -32,11 +29,9 @@ _BLOCK = 1024  # tokens of a prompt whose vectors travel at once
 
 class Linear:
     """A map of x [tokens, in] to x @ weight.T + bias [tokens, out] in float32, or several of one input whose
-    outputs stand side by side; weights: [out, in] of each, as the model has them or rounded to int8."""
+    outputs stand side by side; weights: [out, in] of each, as the model has them."""
 
-    def __init__(
-        self, device: Device, weights: Sequence[Array | Int8Rows], bias: Array | None = None
-    ) -> None:
+    def __init__(self, device: Device, weights: Sequence[Array], bias: Array | None = None) -> None:
         self.device, self.weights, self.bias = device, weights, bias
         self._product = device.product(weights)
 
@@ -56,7 +51,7 @@ class Linear:
 class Embedding:
     """The vectors [tokens, hidden_size] of token numbers, which lie on the host."""
 
-    def __init__(self, device: Device, weight: Array | Int8Rows) -> None:
+    def __init__(self, device: Device, weight: Array) -> None:
         self.device, self.weight = device, weight
 
     def __call__(self, tokens: Tokens, sequence_parallel: bool) -> Array:
@@ -186,7 +181,7 @@ class RowParallelLinear(Linear):
 class VocabParallelEmbedding(Embedding):
     """The vectors of tokens, of which every rank holds some and adds 0 for the others. Collective."""
 
-    def __init__(self, group: TensorParallelGroup, axis: ShardedAxis, weight: Array | Int8Rows) -> None:
+    def __init__(self, group: TensorParallelGroup, axis: ShardedAxis, weight: Array) -> None:
         super().__init__(group.device, weight)
         self._group, self._own = group, axis.shard(group.rank, group.size)
 
@@ -214,17 +209,16 @@ class VocabParallelEmbedding(Embedding):
 
 
 class Loader:
-    """Loads maps onto a device: whole, or with `group` this rank's part of each; dtype: what
-    `Device.weights` rounds matrices to; nbytes: of all of them."""
+    """Loads maps onto a device: whole, or with `group` this rank's part of each; nbytes: of
+    all of them."""
 
     def __init__(
         self,
         weights: Weights | RandomWeights,
         device: Device,
         group: TensorParallelGroup | None,
-        dtype: str | None = None,
     ) -> None:
-        self.weights, self.device, self._group, self._dtype, self.nbytes = weights, device, group, dtype, 0
+        self.weights, self.device, self._group, self.nbytes = weights, device, group, 0
 
     def vector(self, name: str) -> Array:
         """A vector on the device, or this rank's part of it."""
@@ -233,12 +227,12 @@ class Loader:
         self.nbytes += placed.nbytes
         return placed
 
-    def matrix(self, name: str) -> Array | Int8Rows:
+    def matrix(self, name: str) -> Array:
         """The same of a matrix."""
         summed = name.endswith(("o_proj.weight", "down_proj.weight"))
         part = (None, self._own(name)) if summed else (self._own(name), None)
         read = self.weights.read(name, *part)
-        placed: Array | Int8Rows = read if self.weights.mapped else self.device.weights(read, self._dtype)
+        placed: Array = read if self.weights.mapped else self.device.weights(read)
         self.nbytes += placed.nbytes
         return placed
 

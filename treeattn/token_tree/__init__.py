@@ -5,7 +5,7 @@ ancestors alone. `TokenTree` is such a tree from beams, parents or paths. After 
 Speculative Decoding in Large Language Models" (arXiv 2403.09919), tree attention.
 """
 
-from treeattn.token_tree.accept import Accepted, accept_greedy, accept_sample, accept_speculative
+from treeattn.token_tree.accept import Accepted, accept_greedy, accept_speculative
 from treeattn.token_tree.pack import Packed, mask_from_words, mask_words, pack, prefix_tree, unpack
 from treeattn.token_tree.tree import TokenTree
 from treeattn.token_tree.verify import Verifier, verify
@@ -16,7 +16,6 @@ __all__ = [
     "TokenTree",
     "Verifier",
     "accept_greedy",
-    "accept_sample",
     "accept_speculative",
     "mask_from_words",
     "mask_words",

@@ -80,46 +80,6 @@ def accept_greedy(
     return _on_all_ranks(comm, walk)
 
 
-def accept_sample(
-    tree: TokenTree,
-    probabilities: ArrayLike,
-    generator: np.random.Generator,
-    *,
-    first: ArrayLike | None = None,
-    comm: Given = None,
-) -> Accepted:
-    """Sample from the model, and keep drafts as long as they are what was sampled. Collective.
-
-    What comes out follows the model's distribution whatever the drafts are and however they were found, so
-    this is the rule for beams. A draft is kept with the model's own probability of it, which is the most that
-    any rule can do for drafts that are no samples.
-
-    Parameters
-    ----------
-    tree, comm
-        As for `accept_greedy`.
-    probabilities : [batch, L, vocabulary]
-        The model's after each node; rows add up to 1. Rank 0's count, as does its `generator`.
-    first : [batch, vocabulary], optional
-        Its probabilities after the context, as in `accept_greedy`.
-
-    Raises
-    ------
-    ArgumentError
-        As `accept_greedy`; what are no probabilities.
-    """
-
-    def walk() -> Accepted:
-        at = _distributions(tree, probabilities, first)
-
-        def step(row: int, node: int) -> tuple[list[int], int]:
-            return _child_of(tree, row, node, draw_token(at(row, node), generator))
-
-        return _walk(tree, first is not None, step)
-
-    return _on_all_ranks(comm, walk)
-
-
 def accept_speculative(
     tree: TokenTree,
     probabilities: ArrayLike,
@@ -136,12 +96,14 @@ def accept_speculative(
     what q had covered, q loses the token, and the next one is tried. What comes out follows the model's
     distribution if siblings were drawn from q one after the other without replacement, in that order (drawn
     with replacement and packed, they were). Drafts that are no samples, such as beams, are for
-    `accept_sample`.
+    `accept_greedy` with tokens that were sampled after each node.
 
     Parameters
     ----------
-    tree, probabilities, generator, comm
-        As for `accept_sample`, where p is `probabilities`.
+    tree, comm
+        As for `accept_greedy`.
+    probabilities : [batch, L, vocabulary]
+        p, the model's after each node; rows add up to 1. Rank 0's count, as does its `generator`.
     draft_probabilities : [batch, L, vocabulary]
         q, from which the children of each node were drawn; not looked at where a node has none.
     first, draft_first : [batch, vocabulary], optional
@@ -150,7 +112,7 @@ def accept_speculative(
     Raises
     ------
     ArgumentError
-        As `accept_sample`; a token that its q cannot have drawn.
+        As `accept_greedy`; what are no probabilities; a token that its q cannot have drawn.
 
     Notes
     -----
@@ -177,7 +139,7 @@ def accept_speculative(
                 if not 0 <= token < len(q) or not q[token] > 0:
                     raise ArgumentError(
                         f"row {row}: node {child} holds token {token}, which its draft distribution cannot "
-                        "have drawn: accept_sample takes drafts of any origin"
+                        "have drawn: accept_greedy takes drafts of any origin"
                     )
                 if generator.random() * q[token] < p[token]:
                     return [child], token

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treeattn.errors import ArgumentError
-from treeattn.token_tree import drawing
 from treeattn.token_tree.pack import mask_words, pack
 
 Integers = NDArray[np.integer[Any]]
@@ -24,8 +23,8 @@ Mask = NDArray[np.bool_]
 class TokenTree:
     """A tree (or forest) of draft tokens in each row of a batch; parents stand before their children.
 
-    Made by `from_beams`, `from_parents`, `from_paths` or `chain`; `union` and `prune` make others of it. It
-    lies in the memory of the host, in arrays that are not to be written.
+    Made by `from_beams`, `from_parents`, `from_paths` or `chain`. It lies in the
+    memory of the host, in arrays that are not to be written.
 
     tokens: [batch, L] integers. parents: [batch, L] int32, the slot of the token before, -1 for one that
     follows the context. lengths: [batch], the nodes of each row; slots from there on are pads: node 0 again,
@@ -81,8 +80,21 @@ class TokenTree:
                 f"tokens {list(words.shape)} and parents {list(above.shape)}: both are [batch, nodes]"
             )
         counts = _checked_lengths(lengths, *words.shape)
-        orders = [_parents_first(row, above[row, :count].tolist()) for row, count in enumerate(counts)]
-        return cls._keep(words, above, orders, words.shape[1])
+        batch, nodes = words.shape
+        slots = np.full((batch, nodes + 1), -1)  # of each token; the last is that of -1
+        origin = np.zeros((batch, nodes), np.int64)
+        for row, count in enumerate(counts):
+            order = _parents_first(row, above[row, :count].tolist())
+            origin[row, :count], origin[row, count:] = order, order[0] if order else 0
+            slots[row, order] = np.arange(count)
+        before = np.where(_valid(counts, nodes), np.take_along_axis(above, origin, 1), -1)
+        return cls(
+            tokens=np.take_along_axis(words, origin, 1),
+            parents=np.take_along_axis(slots, before, 1).astype(np.int32),
+            lengths=counts,
+            origin=origin,
+            unpack_map=slots[:, :-1].copy(),
+        )
 
     @classmethod
     def from_paths(cls, paths: Sequence[Any]) -> TokenTree:
@@ -93,13 +105,26 @@ class TokenTree:
         `ArgumentError` for a row without a token.
         """
         rows = _batch_of_paths(paths)
-        prefixes = [_Prefixes(row) for row in rows]
         longest = max(len(path) for row in rows for path in row)
         unpack_map = np.full((len(rows), max(map(len, rows)), longest), -1)
-        for row, found in enumerate(prefixes):
-            for index, slots in enumerate(found.paths):
-                unpack_map[row, index, : len(slots)] = slots
-        return cls._of_prefixes(prefixes, unpack_map, np.dtype(np.int64))
+        prefixes: list[dict[tuple[int, int], int]] = [{} for _ in rows]  # slots by (parent, token)
+        for row, (slots, given) in enumerate(zip(prefixes, rows, strict=True)):
+            for index, path in enumerate(given):
+                here = -1
+                for depth, token in enumerate(path):
+                    here = slots.setdefault((here, int(token)), len(slots))
+                    unpack_map[row, index, depth] = here
+        lengths = np.array(list(map(len, prefixes)))
+        shape = len(rows), int(lengths.max())
+        tokens, origin = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        parents = np.full(shape, -1, np.int32)
+        for row, slots in enumerate(prefixes):
+            parents[row, : len(slots)], tokens[row, : len(slots)] = np.transpose(list(slots))
+            found, first = np.unique(unpack_map[row], return_index=True)
+            origin[row, found[found >= 0]] = first[found >= 0]
+            for array in (tokens, origin):  # pads are node 0
+                array[row, lengths[row] :] = array[row, 0]
+        return cls(tokens, parents, lengths, origin, unpack_map)
 
     @classmethod
     def chain(cls, tokens: ArrayLike, lengths: ArrayLike | None = None) -> TokenTree:
@@ -107,48 +132,6 @@ class TokenTree:
         words = integers("tokens", tokens)
         parents = np.broadcast_to(np.arange(-1, words.shape[-1] - 1), words.shape) if words.ndim else 0
         return cls.from_parents(words, parents, lengths)
-
-    def union(self, *others: TokenTree) -> TokenTree:
-        """One tree that holds every path of these trees: prefixes that they share are one node.
-
-        `origin` counts slots of the first tree, then those of the second, and so on; `unpack_map`
-        [batch, sum of L] is -1 for pads. Raises `ArgumentError` for another batch.
-        """
-        trees = self, *others
-        if len(batches := {tree.batch for tree in trees}) > 1:
-            raise ArgumentError(f"trees of {sorted(batches)} rows: only those of one batch have a union")
-        dtype = _common_integers([tree.tokens for tree in trees])
-        prefixes = [
-            _Prefixes(tree._words(row, slot) for tree in trees for slot in range(tree.nodes))
-            for row in range(self.batch)
-        ]
-        unpack_map = np.array([[path[-1] if path else -1 for path in found.paths] for found in prefixes])
-        return self._of_prefixes(prefixes, unpack_map, dtype)
-
-    def prune(self, scores: ArrayLike, budget: int) -> TokenTree:
-        """The best `budget` nodes of each row, by scores [batch, L], with all their ancestors.
-
-        A node counts for no more than its ancestors do, so none is kept without them; among equals the first
-        slots are kept. With cumulative log-probabilities these are the most probable nodes (EAGLE-2, arXiv
-        2406.16858, section 4.2). Raises `ArgumentError` for a budget below 1, scores of another shape or NaN.
-        """
-        try:
-            worth = np.asarray(scores, np.float64)
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(f"scores are no numbers ({error})") from None
-        if worth.shape != self.tokens.shape or np.isnan(worth[self.real]).any():
-            raise ArgumentError(
-                f"scores {list(worth.shape)}: numbers {list(self.tokens.shape)} are needed, and no NaN"
-            )
-        if isinstance(budget, bool) or not isinstance(budget, int | np.integer) or budget < 1:
-            raise ArgumentError(f"budget {budget!r}: a number of nodes, at least 1")
-        along = worth[np.arange(self.batch)[:, None, None], self.ancestry]
-        worst = np.where(self.ancestry >= 0, along, np.inf).min(2)
-        orders = [  # among equals the ancestor is the first
-            sorted(np.argsort(-worst[row, :length], kind="stable")[:budget].tolist())
-            for row, length in enumerate(self.lengths)
-        ]
-        return self._keep(self.tokens, self.parents, orders)
 
     @property
     def batch(self) -> int:
@@ -210,17 +193,6 @@ class TokenTree:
         inner[rows, self.parents[rows, slots]] = True
         return inner
 
-    @cached_property
-    def leaf_paths(self) -> Integers:
-        """The slots from the root to each leaf, then -1, [batch, leaves, depth]; by the leaves' slots."""
-        leaves = [np.flatnonzero(row) for row in self.real & ~self.inner]
-        paths = np.full((self.batch, max(map(len, leaves)), self.ancestry.shape[2]), -1)
-        for row, found in enumerate(leaves):
-            for index, leaf in enumerate(found):
-                path = self.path(row, int(leaf))
-                paths[row, index, : len(path)] = path
-        return paths
-
     def check_path(self, row: int, path: ArrayLike) -> NDArray[np.int64]:
         """A path as int64. Raises `ArgumentError` unless it goes down from a root of the row, or is empty."""
         slots = np.asarray(path)
@@ -235,14 +207,6 @@ class TokenTree:
             )
         return np.asarray(slots, np.int64)
 
-    def text(self, row: int = 0, label: Callable[[int], str] = str) -> str:
-        """A drawing of a row: see `treeattn.token_tree.drawing.text`."""
-        return drawing.text(self, row, label)
-
-    def svg(self, row: int = 0, label: Callable[[int], str] = str) -> str:
-        """A drawing of a row: see `treeattn.token_tree.drawing.svg`."""
-        return drawing.svg(self, row, label)
-
     @cached_property
     def digest(self) -> str:
         """SHA-256 by which ranks compare trees: equal for equal ones."""
@@ -252,64 +216,6 @@ class TokenTree:
 
     def __repr__(self) -> str:
         return f"TokenTree({self.batch} rows of {self.lengths.tolist()} nodes)"
-
-    def _words(self, row: int, slot: int) -> list[int]:
-        """The tokens from the root to a slot; none for a pad."""
-        return self.tokens[row, self.path(row, slot)].tolist() if self.real[row, slot] else []
-
-    @classmethod
-    def _keep(
-        cls, tokens: Integers, parents: Integers, orders: Sequence[Sequence[int]], nodes: int = 1
-    ) -> TokenTree:
-        """The nodes of `orders`, for each row the slots that stay in their new order, ancestors among them.
-        nodes: slots that there are at least."""
-        batch, nodes = len(orders), max(nodes, *map(len, orders))
-        origin, lengths = np.zeros((batch, nodes), np.int64), np.array(list(map(len, orders)), np.int64)
-        slots = np.full((batch, parents.shape[1] + 1), -1)  # the last is the slot of -1
-        for row, order in enumerate(orders):
-            origin[row, : len(order)] = order
-            origin[row, len(order) :] = order[0] if order else 0
-            slots[row, list(order)] = np.arange(len(order))
-        before = np.where(_valid(lengths, nodes), np.take_along_axis(parents, origin, 1), -1)
-        return cls(
-            tokens=np.take_along_axis(tokens, origin, 1),
-            parents=np.take_along_axis(slots, before, 1).astype(np.int32),
-            lengths=lengths,
-            origin=origin,
-            unpack_map=slots[:, :-1].copy(),
-        )
-
-    @classmethod
-    def _of_prefixes(
-        cls, prefixes: Sequence[_Prefixes], unpack_map: Integers, dtype: np.dtype[Any]
-    ) -> TokenTree:
-        lengths = np.array([len(found.slots) for found in prefixes])
-        shape = len(prefixes), max(1, int(lengths.max()))
-        tokens, parents = np.zeros(shape, dtype), np.full(shape, -1, np.int32)
-        origin = np.zeros(shape, np.int64)
-        for row, found in enumerate(prefixes):
-            for slot, (parent, token) in enumerate(found.slots):
-                tokens[row, slot], parents[row, slot] = token, parent
-            slots, first = np.unique(unpack_map[row], return_index=True)
-            origin[row, slots[slots >= 0]] = first[slots >= 0]
-            for array in (tokens, origin):  # pads are node 0
-                array[row, lengths[row] :] = array[row, 0]
-        return cls(tokens, parents, lengths, origin, unpack_map)
-
-
-class _Prefixes:
-    """The distinct prefixes of a row's paths in the order they appear: their slots by (parent, token), and
-    the slots of each path."""
-
-    def __init__(self, paths: Iterable[Sequence[int]]) -> None:
-        self.slots: dict[tuple[int, int], int] = {}
-        self.paths: list[list[int]] = []
-        for path in paths:
-            here, walked = -1, []
-            for token in path:
-                here = self.slots.setdefault((here, int(token)), len(self.slots))
-                walked.append(here)
-            self.paths.append(walked)
 
 
 def _valid(lengths: Integers, nodes: int) -> Mask:
@@ -357,18 +263,6 @@ def _batch_of_paths(paths: Sequence[Any]) -> list[list[list[int]]]:
     if not deep:
         raise ArgumentError("no paths: give a list of them for each row of the batch")
     return deep
-
-
-def _common_integers(arrays: Sequence[Integers]) -> np.dtype[Any]:
-    """A type that holds the tokens of all; NumPy makes floats of uint64 beside int64. Raises `ArgumentError`
-    where there is none."""
-    found = np.result_type(*(array.dtype for array in arrays))
-    if found.kind in "iu":
-        return found
-    least, most = min(int(array.min()) for array in arrays), max(int(array.max()) for array in arrays)
-    if least < 0 and most >= 2**63:
-        raise ArgumentError(f"no type of integers holds both token {least} and token {most}")
-    return np.dtype(np.int64 if most < 2**63 else np.uint64)
 
 
 def integers(name: str, given: ArrayLike, shape: tuple[int, ...] | None = None) -> Integers:

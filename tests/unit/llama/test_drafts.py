@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.support.models import write_model
-from treeattn.errors import ArgumentError, StateError
-from treeattn.llama.drafts import ModelDrafts, NgramDrafts, draft_tree
+from treeattn.llama.drafts import NgramDrafts, draft_tree
 
 
 def test_what_followed_the_longest_words_is_proposed():
@@ -35,19 +31,3 @@ def test_a_tree_has_the_last_token_as_its_root():
     assert (tree.nodes, tree.lengths.tolist()) == (6, [4])
     assert tree.tokens[0, :4].tolist() == [7, 1, 2, 3]
     assert tree.parents[0, :4].tolist() == [-1, 0, 1, 1]
-
-
-def test_a_draft_model_of_another_vocabulary_is_refused(tmp_path):
-    path = write_model(tmp_path, "tied")
-    with pytest.raises(ArgumentError, match="vocab_size is 256, that of the model is 300"):
-        ModelDrafts(path, 300, 10)
-    with pytest.raises(ArgumentError, match="was made for 4096 tokens, not 5000"):
-        ModelDrafts(path, 256, 5000)
-
-
-def test_a_draft_model_closes_what_it_planned(tmp_path):
-    with ModelDrafts(write_model(tmp_path, "tied"), 256, 10) as drafts:
-        assert len(drafts([3, 4], 4, 4)[0]) == 4
-    with pytest.raises(StateError, match="closed"):
-        drafts([3, 4, 5], 4, 4)
-    ModelDrafts(tmp_path, 256, 10).close()  # nothing was planned yet

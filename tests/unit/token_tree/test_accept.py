@@ -20,7 +20,6 @@ from tests.support.refusals import refused
 from treeattn.token_tree import (
     TokenTree,
     accept_greedy,
-    accept_sample,
     accept_speculative,
 )
 from treeattn.token_tree.accept import draw_token
@@ -119,13 +118,23 @@ def test_greedy_is_decoding_token_by_token(seed):
         assert (accepted.path[row, count:] == -1).all()
 
 
+def accept_drawn(tree, p, generator, first=None):
+    """Greedy acceptance of tokens that were drawn after each node."""
+
+    def drawn(p):
+        with np.errstate(divide="ignore"):
+            return (np.log(p) + generator.gumbel(size=p.shape)).argmax(-1)
+
+    return accept_greedy(tree, drawn(p), first=None if first is None else drawn(first))
+
+
 @pytest.mark.parametrize(
     "kind", ["one", "the most probable", "a shared first token", "everything", "nonsense", "sampled"]
 )
 def test_sampling_follows_the_model_for_any_drafts(kind):
     generator = np.random.default_rng(7)
     tree = TokenTree.from_beams(beams_of(kind, generator))
-    accepted = accept_sample(tree, MODEL[tree.tokens], generator)
+    accepted = accept_drawn(tree, MODEL[tree.tokens], generator)
     assert chi_square(two_emitted(tree, accepted, generator), PAIRS) < CRITICAL[15]
 
 
@@ -133,7 +142,7 @@ def test_sampling_keeps_what_the_model_gives_the_drafts():
     """The most that is possible for drafts that are no samples: their own probability."""
     generator = np.random.default_rng(3)
     tree = TokenTree.from_beams(beams_of("the most probable", generator))
-    counts = accept_sample(tree, MODEL[tree.tokens], generator).counts
+    counts = accept_drawn(tree, MODEL[tree.tokens], generator).counts
     kept = MODEL[START, 0] + MODEL[START, 1]
     assert abs((counts > 1).mean() - kept) < 4 * np.sqrt(kept * (1 - kept) / ROWS)
 
@@ -169,7 +178,7 @@ def test_the_published_rule_would_fail_here():
     beams = beams_of("a shared first token", generator)
     assert chi_square(published_rule(beams, generator), MODEL[START]) > 200
     tree = TokenTree.from_beams(beams)
-    accepted = accept_sample(tree, MODEL[tree.tokens], generator)
+    accepted = accept_drawn(tree, MODEL[tree.tokens], generator)
     first = two_emitted(tree, accepted, generator) // 4
     assert chi_square(first, MODEL[START]) < CRITICAL[3]
 
@@ -190,7 +199,7 @@ def test_roots_that_are_drafts(speculative):
     if speculative:
         accepted = accept_speculative(tree, p, q, generator, first=first, draft_first=draft_first)
     else:
-        accepted = accept_sample(tree, p, generator, first=first)
+        accepted = accept_drawn(tree, p, generator, first=first)
     kept = accepted.path[:, 0]
     said = np.where(kept >= 0, tree.tokens[np.arange(ROWS), kept], accepted.next_tokens)
     assert chi_square(said, MODEL[START]) < CRITICAL[3]
@@ -199,7 +208,7 @@ def test_roots_that_are_drafts(speculative):
 
 def test_a_token_of_probability_zero_is_never_emitted():
     tree = TokenTree.from_beams(np.broadcast_to([[3, 3], [3, 1]], (2000, 2, 2)))
-    accepted = accept_sample(tree, MODEL[tree.tokens], np.random.default_rng(0))
+    accepted = accept_drawn(tree, MODEL[tree.tokens], np.random.default_rng(0))
     assert not (accepted.next_tokens[accepted.counts == 1] == 3).any()
     assert (tree.tokens[0, accepted.path[accepted.counts == 2, 1]] == 1).all()
 
@@ -229,7 +238,7 @@ def test_the_first_of_equal_siblings_is_kept():
 
 
 def test_what_follows_the_first_draft_follows_its_own_probabilities():
-    accepted = accept_sample(CHAIN, np.eye(4)[[[1, 3]]], np.random.default_rng(0), first=np.eye(4)[[0]])
+    accepted = accept_drawn(CHAIN, np.eye(4)[[[1, 3]]], np.random.default_rng(0), first=np.eye(4)[[0]])
     assert accepted.counts.tolist() == [2]
     assert accepted.next_tokens.tolist() == [3]
 
@@ -241,11 +250,9 @@ def test_what_follows_the_first_draft_follows_its_own_probabilities():
         (lambda: accept_greedy(CHAIN, [[1.0, 2.0]]), "target_tokens are float64"),
         (lambda: accept_greedy(CHAIN, [[1, 2]], first=[[1]]), "first are int64 [1, 1]"),
         (lambda: accept_greedy(FOREST, [[1, 2]]), "row 0 has 2 roots"),
-        (lambda: accept_sample(CHAIN, ONES[0], None), "[1, 2, vocabulary] is needed"),
-        (lambda: accept_sample(CHAIN, np.full((1, 3, 4), 0.25), None), "[1, 2, vocabulary] is needed"),
-        (lambda: accept_sample(CHAIN, ONES * 2, None), "probabilities are no probabilities"),
-        (lambda: accept_sample(CHAIN, ONES * np.nan, None), "probabilities are no probabilities"),
-        (lambda: accept_sample(CHAIN, ONES, None, first=np.ones((1, 1))), "first is over 1 tokens"),
+        (lambda: accept_speculative(CHAIN, ONES[0], ONES, None), "[1, 2, vocabulary] is needed"),
+        (lambda: accept_speculative(CHAIN, ONES * 2, ONES, None), "probabilities are no probabilities"),
+        (lambda: accept_speculative(CHAIN, ONES * np.nan, ONES, None), "are no probabilities"),
         (lambda: accept_speculative(CHAIN, ONES, ONES, None, first=ONES[:, 0]), "go together"),
         (lambda: accept_speculative(CHAIN, ONES, ONES * 3, None), "draft_probabilities are no prob"),
         (lambda: accept_speculative(CHAIN, ONES, np.eye(4)[[[0, 0]]], None), "cannot have drawn"),
@@ -261,9 +268,7 @@ def test_pads_are_not_looked_at():
     tree = TokenTree.chain([[0, 1, 2], [0, 9, 9]], lengths=[3, 1])
     p = np.full((2, 3, 4), np.nan)
     p[tree.real] = 0.25
-    accepted = accept_sample(tree, p, np.random.default_rng(0))
-    assert accepted.counts[1] == 1
     q = p.copy()
     q[:, -1] = np.nan  # leaves have no children
     q[1] = np.nan
-    accept_speculative(tree, p, q, np.random.default_rng(0))
+    assert accept_speculative(tree, p, q, np.random.default_rng(0)).counts[1] == 1

@@ -89,68 +89,21 @@ def test_an_order_that_will_do_is_kept():
 
 @examples(200)
 @given(rows_of_parents())
-def test_children_and_leaf_paths(made):
+def test_children_and_paths(made):
     tree = TokenTree.from_parents(*made)
     for row, nodes in enumerate(tree.lengths):
         below = {slot: tree.children(row, slot).tolist() for slot in range(-1, nodes)}
         assert sorted(child for children in below.values() for child in children) == list(range(nodes))
         assert all(tree.parents[row, child] == slot for slot in below for child in below[slot])
-        leaves = [slot for slot in range(nodes) if not below[slot]]
-        paths = [path[path >= 0].tolist() for path in tree.leaf_paths[row]]
-        assert [path for path in paths if path] == [tree.path(row, leaf).tolist() for leaf in leaves]
-        for path in paths:
+        for path in (tree.path(row, slot).tolist() for slot in range(nodes)):
             assert tree.check_path(row, path).tolist() == path
             if len(path) > 1:
                 with pytest.raises(ArgumentError, match="is no path of row"):
                     tree.check_path(row, path[1:])
 
 
-@examples(200)
-@given(rows_of_parents(), st.integers(1, 12), st.randoms(use_true_random=False))
-def test_pruning_keeps_ancestors_and_the_best(made, budget, random):
-    tree = TokenTree.from_parents(*made)
-    scores = np.array([[random.choice([0.0, -1.0, -2.5, 3.0]) for _ in row] for row in tree.tokens])
-    kept = tree.prune(scores, budget)
-    for row, nodes in enumerate(kept.lengths):
-        assert nodes == min(budget, tree.lengths[row])
-        origin = kept.origin[row, :nodes].tolist()
-        assert origin == sorted(origin)
-        worth = [scores[row, tree.path(row, slot)].min() for slot in range(tree.lengths[row])]
-        left_out = [worth[slot] for slot in range(tree.lengths[row]) if slot not in origin]
-        assert max(left_out, default=-np.inf) <= min((worth[slot] for slot in origin), default=np.inf)
-        for slot in range(nodes):
-            wanted = tree.path(row, origin[slot]).tolist()
-            assert kept.origin[row, kept.path(row, slot)].tolist() == wanted
-        dropped = set(range(tree.nodes)) - set(origin)
-        assert all(kept.unpack_map[row, slot] == -1 for slot in dropped)
-        assert kept.unpack_map[row, origin].tolist() == list(range(nodes))
-
-
 def words_of(tree, row):
     return {tuple(tree.tokens[row, tree.path(row, slot)]) for slot in range(tree.lengths[row])}
-
-
-@examples(200)
-@given(beams(), st.data())
-def test_a_union_holds_every_path_once(given_beams, data):
-    first = TokenTree.from_beams(given_beams)
-    shape = (len(given_beams), data.draw(st.integers(1, 4)))
-    size = shape[0] * shape[1]
-    words = data.draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
-    second = TokenTree.chain(np.array(words).reshape(shape))
-    both = TokenTree.union(first, second)
-    assert both.batch == first.batch
-    for row in range(both.batch):
-        assert words_of(both, row) == words_of(first, row) | words_of(second, row)
-        assert len(words_of(both, row)) == both.lengths[row]
-        for tree, start in ((first, 0), (second, first.nodes)):
-            for slot in range(tree.lengths[row]):
-                there = both.unpack_map[row, start + slot]
-                assert both.tokens[row, both.path(row, there)].tolist() == (
-                    tree.tokens[row, tree.path(row, slot)].tolist()
-                )
-        for slot in range(both.lengths[row]):
-            assert both.unpack_map[row, both.origin[row, slot]] == slot
 
 
 def test_paths_are_named_as_medusa_names_them():
@@ -173,7 +126,6 @@ def test_a_chain_sees_what_came_before():
     tree = TokenTree.chain([[4, 5, 6], [7, 8, 9]], lengths=[3, 2])
     assert tree.parents.tolist() == [[-1, 0, 1], [-1, 0, -1]]
     assert tree.mask[0].tolist() == np.tri(3, dtype=bool).tolist()
-    assert tree.leaf_paths.tolist() == [[[0, 1, 2]], [[0, 1, -1]]]
 
 
 def test_equal_trees_have_one_digest():
@@ -193,15 +145,7 @@ def test_arrays_of_a_tree_are_not_written():
         tree.parents[0, 0] = 1
 
 
-def test_a_union_of_unsigned_and_signed_tokens_is_of_integers():
-    both = TokenTree.chain([[1, 2]]).union(TokenTree.chain(np.array([[1, 2**53 + 1]], np.uint64)))
-    assert both.tokens.dtype == np.int64
-    assert both.tokens.tolist() == [[1, 2, 2**53 + 1]]
-    assert CHAIN.union(BEYOND_INT64).tokens.tolist() == [[1, 2, 3, 2**63]]
-
-
 CHAIN = TokenTree.chain([[1, 2, 3]])
-BEYOND_INT64 = TokenTree.chain(np.array([[2**63]], np.uint64))
 
 
 @pytest.mark.parametrize(
@@ -224,15 +168,8 @@ BEYOND_INT64 = TokenTree.chain(np.array([[2**63]], np.uint64))
         (lambda: TokenTree.from_paths([[1, 2**63]]), "beyond int64"),
         (lambda: TokenTree.from_paths([]), "no paths"),
         (lambda: TokenTree.chain([[1], [2, 3]]), "rows of equal length"),
-        (lambda: TokenTree.chain([[-1]]).union(BEYOND_INT64), "holds both token -1 and"),
         (lambda: TokenTree.from_paths([[[]]]), "no path with a token"),
         (lambda: TokenTree.from_paths([1, 2]), "lists of token ids"),
-        (lambda: CHAIN.prune([[1.0, 2.0]], 1), "numbers [1, 3] are needed"),
-        (lambda: CHAIN.prune([[1.0, np.nan, 0]], 1), "no NaN"),
-        (lambda: CHAIN.prune([["a", "b", "c"]], 1), "scores are no numbers"),
-        (lambda: CHAIN.prune([[1.0, 2.0, 0]], 0), "at least 1"),
-        (lambda: CHAIN.prune([[1.0, 2.0, 0]], 1.5), "at least 1"),
-        (lambda: CHAIN.union(TokenTree.chain([[1], [2]])), "only those of one batch"),
         (lambda: CHAIN.check_path(0, [0, 2]), "is no path of row 0"),
         (lambda: CHAIN.check_path(0, [0, 1, 2, 3]), "is no path of row 0"),
         (lambda: CHAIN.check_path(0, [-1]), "is no path of row 0"),
