@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.owner import Owner
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -112,6 +113,14 @@ class Communicator(Protocol):
     @property
     def size(self) -> int:
         """The number of ranks."""
+
+    @property
+    def owner(self) -> Owner:
+        """The one thread whose blocking calls go over it, unless it is of one rank."""
+
+    @property
+    def kept(self) -> dict[Any, Any]:
+        """What is planned over it and lives as long as it does."""
 
     @property
     def members(self) -> tuple[Member, ...]:

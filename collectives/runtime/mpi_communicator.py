@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -14,6 +15,7 @@ from mpi4py import MPI
 from treeattn.collectives.runtime import communicator, watchdog
 from treeattn.collectives.runtime.communicator import Member
 from treeattn.collectives.runtime.memory import Array, Message
+from treeattn.collectives.runtime.owner import of_communicator
 from treeattn.collectives.runtime.reducer import duplicate
 from treeattn.errors import no_communicator
 
@@ -22,6 +24,9 @@ _LOCAL = re.compile(
     r"_|I[a-z]|i[a-z_]+$|Get_|Set_|.*_init$|.*(keyval|_attr|errhandler)$|(Cart|Graph)_map"
     r"|f2py|py2f|toint|fromint|fromhandle|Abort|Ack_failed|Compare|Revoke"
 )
+
+
+_turns = threading.RLock()
 
 
 class MpiCommunicator(MPI.Intracomm):
@@ -36,6 +41,7 @@ class MpiCommunicator(MPI.Intracomm):
 
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._wait = watchdog.WatchedCalls()
+        self.owner, self.kept = of_communicator(self.size), dict[Any, Any]()
 
     @classmethod
     def of(cls, comm: MPI.Intracomm) -> MpiCommunicator:
@@ -78,7 +84,7 @@ class MpiCommunicator(MPI.Intracomm):
     def lent(self) -> MpiCommunicator:
         """The same, for plans of one owner that take turns: `dup` of it is itself, `free` does nothing."""
         made = _Lent(self)
-        made.members = self.members
+        made.members, made.owner = self.members, self.owner
         return made
 
     def exchange(self, receive: tuple[Array, int], send: tuple[Array, int]) -> Callable[[], None]:
@@ -87,7 +93,17 @@ class MpiCommunicator(MPI.Intracomm):
 
     def wait_all(self, requests: Sequence[MPI.Request]) -> None:
         """Return when all requests of this communicator are done."""
-        self._wait.run("Waitall", MPI.Request.Waitall, requests)
+        self._run("Waitall", MPI.Request.Waitall, requests)
+
+    def _run(self, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        """A blocking call, of the owner alone. Threads of a rank that is alone, where none of them can wait
+        for another, take turns, as MPI asks them to. Raises `StateError`."""
+        if self.size == 1:
+            with _turns:
+                return self._wait.run(name, call, *arguments, **options)
+        if threading.get_ident() != self.owner.thread:
+            self.owner.take()
+        return self._wait.run(name, call, *arguments, **options)
 
     def barrier_asleep(self) -> None:
         """A barrier that leaves the CPU to other ranks, which may work for as long as they run."""
@@ -134,7 +150,7 @@ def _watched(name: str) -> Callable[..., Any]:
 
     @functools.wraps(call)
     def run(self: MpiCommunicator, *arguments: Any, **options: Any) -> Any:
-        made = self._wait.run(name, call, self, *arguments, **options)
+        made = self._run(name, call, self, *arguments, **options)
         if isinstance(made, MPI.Intracomm) and made != MPI.COMM_NULL:
             return self._part(made)
         return made

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from treeattn.collectives.runtime import communicator, watchdog
 from treeattn.collectives.runtime.communicator import Member, kernel, namespace
 from treeattn.collectives.runtime.memory import Array
+from treeattn.collectives.runtime.owner import Owner, of_communicator
 from treeattn.errors import PeerError, StateError
 
 if TYPE_CHECKING:
@@ -37,11 +38,12 @@ class _Known:
     """What is found out once of a process group. host: a group of the same ranks that takes host memory,
     where it does not itself; it holds no reference to the group."""
 
-    def __init__(self, host: ProcessGroup | None) -> None:
+    def __init__(self, host: ProcessGroup | None, size: int) -> None:
         self.host = host
         self.calls = watchdog.WatchedCalls()
         self.members: tuple[Member, ...] = ()
         self.channels = 0
+        self.owner, self.kept = of_communicator(size), dict[Any, Any]()
 
 
 _groups: weakref.WeakKeyDictionary[ProcessGroup, _Known] = weakref.WeakKeyDictionary()
@@ -65,7 +67,7 @@ class TorchCommunicator:
         if known is not None:
             return cls(group, known)
         with watchdog.Activity("looking for the nodes"):
-            known = _Known(_host_group(group))
+            known = _Known(_host_group(group), dist.get_world_size(group))
             comm = cls(group, known)
             place = socket.gethostname(), kernel(), namespace()
             told = comm.allgather((place, dist.get_rank()))
@@ -96,12 +98,25 @@ class TorchCommunicator:
         """Ranks by node: of one host, one kernel and one space of process numbers."""
         return communicator.node_groups(self.members)
 
+    @property
+    def owner(self) -> Owner:
+        """Of the group: its collectives have no channels."""
+        return self._known.owner
+
+    @property
+    def kept(self) -> dict[Any, Any]:
+        return self._known.kept
+
     def allgather(self, sendobj: T, /) -> list[T]:
+        if self.size == 1:
+            return [sendobj]
         everyone: list[Any] = [None] * self.size
         self._run("allgather", dist.all_gather_object, everyone, sendobj, group=self.host)
         return everyone
 
     def bcast(self, obj: Any, /, root: int = 0) -> Any:
+        if self.size == 1:
+            return obj
         box: list[Any] = [obj]
         self._run("bcast", dist.broadcast_object_list, box, group=self.host, group_src=root)
         return box[0]
@@ -145,6 +160,7 @@ class TorchCommunicator:
         return dist.P2POp(call, tensor, group=group, group_peer=peer, tag=tag)
 
     def _run(self, name: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        self.owner.take()
         try:
             return self._known.calls.run(name, call, *arguments, **options)
         except StateError:  # this is a forked process

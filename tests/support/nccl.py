@@ -14,7 +14,7 @@ class NcclOverMpi:
 
     def __init__(self, comm, runtime):
         self.rank, self.size = comm.rank, comm.size
-        self._comm, self._runtime = comm.Dup(), runtime
+        self._comm, self._runtime = comm.unwatched.Dup(), runtime  # a thread of its own ends it
         self._posts = None
         self.ended = None
 

@@ -20,6 +20,7 @@ from treeattn.attention.shard import CacheFormat, Shard
 from treeattn.cache.placement import Plan, Reach, Write, ordered, whole_numbers
 from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.runtime.memory import HOST
+from treeattn.collectives.runtime.owner import Owner
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 
@@ -30,9 +31,10 @@ if TYPE_CHECKING:
 class CacheLayer:
     """One layer of a `ShardedCache`: its methods send nothing, and are of this layer alone."""
 
-    def __init__(self, plan: Plan, capacity: int, reach: Reach) -> None:
-        """An empty layer; `reach` is shared by those that are led alike."""
+    def __init__(self, plan: Plan, capacity: int, reach: Reach, owner: Owner) -> None:
+        """An empty layer; `reach` is shared by those that are led alike, `owner` by all of a cache."""
         self._plan, self._capacity, self._reach = plan, capacity, reach
+        self.owner = owner
         self._tree: TokenTree | None = None
         self._make_arrays()
 
@@ -136,6 +138,7 @@ class CacheLayer:
 
         Raises `ArgumentError` for a sequence that is not there, and then nothing has changed.
         """
+        self.owner.check()
         reach, chosen = self._reach.select(rows)
         before: Iterable[Any] = self.arrays
         if len(chosen) != len(self.totals):
@@ -178,6 +181,7 @@ class CacheLayer:
 
         Raises `ArgumentError` for what is no path, or without `propose`; then nothing has changed.
         """
+        self.owner.take()
         tree, rows = self._tree, whole_numbers("path", path)
         if tree is None:
             raise ArgumentError("there are no drafts to commit: propose them first")
@@ -197,6 +201,7 @@ class CacheLayer:
 
         Raises `ArgumentError` for more tokens than there are.
         """
+        self.owner.check()
         if totals is not None:
             self._stand(self._reach.rollback(totals))
         self._tree = None
@@ -225,6 +230,7 @@ class CacheLayer:
 
     def _given(self, k: Array, v: Array | None) -> tuple[Array, ...]:
         """The arrays as they are to be stored, k and v or k alone. Raises `ArgumentError`."""
+        self.owner.take()
         given = (k,) if v is None else (k, v)
         if len(given) != len(self.arrays):
             raise ArgumentError(
@@ -331,8 +337,9 @@ class ShardedCache(CacheLayer):
             )
             check_number("layers", layers)
             reach = plan.empty_reach()
-            super().__init__(plan, int(capacity), reach)
-            self._others = tuple(CacheLayer(plan, int(capacity), reach) for _ in range(1, layers))
+            given = plan, int(capacity), reach, Owner("this cache")
+            super().__init__(*given)
+            self._others = tuple(CacheLayer(*given) for _ in range(1, layers))
             agreed.must_match = {
                 "batch, kv_heads, head_dim, v_dim, dtype or scales": plan.shape,
                 "latent": latent,

@@ -83,7 +83,7 @@ class CacheNodes:
         self._link, self.size = Link(comm, scheme), comm.size - 1
         self._planned: list[list[Attention]] = []  # of each cache
         self._dropped: list[int] = []  # caches that nobody has any more
-        atexit.register(self.close)
+        atexit.register(self._exit)
 
     @property
     def schedule(self) -> Schedule:
@@ -180,13 +180,19 @@ class CacheNodes:
         """End the nodes. Also done when the process ends."""
         if self._link.closed:
             return
+        self._link.owner.take()
         if self._link.busy:
             job.end(1)  # an exception came in the middle of a step: the nodes wait for the rest of it
         self._link.close()
-        atexit.unregister(self.close)
+        atexit.unregister(self._exit)
         for attention in self._planned:
             _close(attention)
         self._link.tree.close()
+
+    def _exit(self) -> None:
+        """At the end of the process, also of threads that would go on."""
+        self._link.owner.let_go()
+        self.close()
 
     def __enter__(self) -> CacheNodes:
         return self

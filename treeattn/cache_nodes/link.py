@@ -10,6 +10,7 @@ from treeattn.cache_nodes.meeting import meet
 from treeattn.cache_nodes.message import Head, Message, Part
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.collectives.runtime.owner import Owner
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ANOTHER_PROCESS, StateError
 from treeattn.partial import Array
@@ -28,9 +29,12 @@ class Link:
         comm.Split(mpi_library.load().UNDEFINED)  # the nodes have a communicator of their own
         self._message = Message()
         self.closed = self.busy = self.disowned = False
+        self.owner = Owner("the tree of the cache nodes")
+        comm.owner.let_go()  # another thread may use the nodes
 
     def check_open(self) -> None:
-        """Raise `StateError` after `close`."""
+        """Raise `StateError` after `close`, and in a second thread: steps come in one order."""
+        self.owner.take()
         if self.closed:
             known = "have ended: they are closed" if not self.disowned else f"are {ANOTHER_PROCESS}"
             raise StateError(f"the cache nodes {known}")

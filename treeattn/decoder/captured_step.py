@@ -9,6 +9,7 @@ from treeattn.agreement import collectively
 from treeattn.attention import arrays
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime.cuda_graph import CudaGraph
+from treeattn.collectives.runtime.owner import Owner
 from treeattn.decoder.plan import Plan
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, StateError, TransportError
 
@@ -25,6 +26,7 @@ class CapturedStep:
         in_order: Callable[[], object],
     ) -> None:
         self._captured, self._give, self._look, self._in_order = captured, give, look, in_order
+        self._thread = Owner("this captured step")
         self._owners = owners  # of the memory that the graph works on: it knows addresses only
         captured()
         captured.record()
@@ -47,6 +49,7 @@ class CapturedStep:
         of splits that the capture had: capture with about as many visible tokens as are to come. Raises
         `ArgumentError`.
         """
+        self._thread.take()
         if not self._owners:
             raise StateError("the decoder of this captured step is closed")
         given = lengths, q_positions, positions, mask, draft_positions, begins

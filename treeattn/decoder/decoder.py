@@ -112,6 +112,8 @@ class Decoder(PlannedDecode):
         except TreeattnError:
             self._give_back()
             raise
+        if own.owner is not communicators.intracomm(comm).owner:
+            own.owner.let_go()  # another thread may use the decoder
         self._ask, self._fewer = ask, dict[int, PlannedDecode]()
         super().__init__(planned, latent=held.v_dim is not None and held.v_dim <= head_dim)
 
@@ -124,10 +126,12 @@ class Decoder(PlannedDecode):
         if queries not in self._fewer:
             planned = plan(self.plan.comm, lambda: self._ask(queries))
             self._fewer[queries] = PlannedDecode(planned, latent=self._latent)
+            self._fewer[queries].owner = self.owner
         return self._fewer[queries]
 
     def close(self) -> None:
         """Release communicator and requests. Collective."""
+        self.owner.check()
         while self._fewer:
             self._fewer.popitem()[1].close()
         super().close()

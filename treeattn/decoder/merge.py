@@ -26,6 +26,7 @@ from treeattn.collectives.catalog import Selection
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.runtime.memory import StreamOrder
+from treeattn.collectives.runtime.owner import Owner
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import folding, plan_reducer
 from treeattn.decoder.request import Reduction
@@ -171,7 +172,7 @@ class _PlannedMerge:
         with Agreement(comm) as agreed:
             settings = ask()
             watchdog.limit()
-            self._comm, self._device = comm, settings.device
+            self._comm, self._device, self._owner = comm, settings.device, Owner("this merger")
             self.parts, self.scheme, self._strict = settings.parts, settings.scheme.text, settings.strict
             self._plan_memory(_natural_log(settings.base))
             agreed.must_match = settings.compared
@@ -208,6 +209,7 @@ class _PlannedMerge:
         Raises `ArgumentError` for arrays that do not fit the plan, on one rank alone as a `Decoder` does;
         for what `strict` refuses on every rank, which it asks first.
         """
+        self._owner.take()
         out, lse = self._containers.take(out, lse, names=("out", "lse"))
         self.parts.check(out, lse, self._device.lse_dtypes)
         if self._strict:
@@ -222,6 +224,7 @@ class _PlannedMerge:
 
     def close(self) -> None:
         """Release communicator and requests. Collective."""
+        self._owner.check()
         self._reducer.close()
 
     def __enter__(self) -> Self:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
 
 from numpy.typing import ArrayLike
@@ -13,6 +14,7 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import BlockTable, check_lengths
 from treeattn.attention.shard import Positions, Shard
 from treeattn.collectives.runtime.memory import StreamOrder
+from treeattn.collectives.runtime.owner import Owner
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import captured_step
 from treeattn.decoder.captured_step import CapturedStep
@@ -47,7 +49,7 @@ class PlannedDecode:
 
     def __init__(self, plan: Plan, *, latent: bool = False) -> None:
         """latent: whether a step may leave v out, as the first channels of k."""
-        self.plan, self._latent = plan, latent
+        self.plan, self._latent, self.owner = plan, latent, Owner("this decoder")
         request, buffers, reducer = plan.request, plan.buffers, plan.reducer
         self.shape, self.scale, self.scheme = request.shape, request.logit_scale, request.scheme.text
         self.schedule, self.transport = plan.schedule, plan.transport
@@ -108,6 +110,8 @@ class PlannedDecode:
             Arrays that do not fit the plan; on one rank alone, since a step that agreed first would cost as
             much as the reduction: let it end the job (python -m mpi4py).
         """
+        if get_ident() != self.owner.thread:
+            self.owner.take()
         if self._stage is not None:
             self._check_ended()
         if self._whole is not None and mask is None and begins is None and self._whole(q, k, v, lengths):
@@ -238,6 +242,7 @@ class PlannedDecode:
         **seen: Unpack[Seen],
     ) -> None:
         """This rank's partials, from its own tokens, into the records buffer. Arguments as for a call."""
+        self.owner.take()
         if fewer := self._for(q):
             fewer.local(q, k, v, lengths, **seen)
             self._stage = fewer
@@ -261,6 +266,7 @@ class PlannedDecode:
 
     def fold(self) -> None:
         """`reduce` of whatever `records` hold, for callers that wrote them. Collective."""
+        self.owner.take()
         self._stage = None
         self._in_order()
         self._reduce()
@@ -280,6 +286,7 @@ class PlannedDecode:
         The arrays may be written again when this returns (a ring: after `finish`), on a GPU when its stream
         has come so far. Raises `StateError` where the last step that began is not finished.
         """
+        self.owner.take()
         if fewer := self._for(q):
             fewer.begin(q, k, v, lengths, **seen)
             self._stage = fewer
@@ -294,6 +301,7 @@ class PlannedDecode:
         Where the scheme can do nothing without waiting (rings) it never is. Raises `StateError` where no
         step has begun.
         """
+        self.owner.take()
         return self._stage.test() if isinstance(self._stage, PlannedDecode) else self._reducer.test()
 
     def finish(self) -> tuple[Array, Array]:
@@ -302,6 +310,7 @@ class PlannedDecode:
 
         Raises `StateError` unless `reduce` or `begin` came before: a call finishes its own step.
         """
+        self.owner.take()
         if isinstance(self._stage, PlannedDecode):
             return self._stage.finish()
         self._in_order()
@@ -351,6 +360,7 @@ class PlannedDecode:
 
         Raises `BackendError` unless ``device="cuda"``, `TransportError` where the host moves the records.
         """
+        self.owner.take()
         if fewer := self._for(q):
             return fewer.capture(q, k, v, lengths, **seen)
         k, v, lengths, positions, _, draft_positions = self._opened(k, v, lengths)
@@ -377,6 +387,7 @@ class PlannedDecode:
 
     def close(self) -> None:
         """Release communicator and requests. Collective."""
+        self.owner.check()
         self._drop_captured()
         self._reducer.close()
 

@@ -23,6 +23,7 @@ from treeattn.attention.shape import DTYPES, Shape, query_dtype
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Given
+from treeattn.collectives.runtime.owner import Owner
 from treeattn.decoder.plan import sinks
 from treeattn.decoder.reproducible import check_blocks, check_shape, find
 from treeattn.decoder.sight import Stated, agree, all_runs
@@ -243,7 +244,7 @@ class Prefill:
             self._results = self._whole(tokens)
             self._containers = arrays.Containers(place.view, self._results)
         with watchdog.Activity("planning the prefill"):
-            self._comm = comm.dup()
+            self._comm, self._owner = comm.dup(), Owner("this prefill")
 
     def _whole(self, tokens: int) -> tuple[Array, Array]:
         """(out, lse): of the one part, or of several together."""
@@ -257,6 +258,7 @@ class Prefill:
     def __call__(self, q: Array, k: Array, v: Array, *, begins: Array | None = None) -> tuple[Array, Array]:
         """Attend in one layer: (out, lse) as `prefill` gives them, which hold until the next call. Arrays are
         looked at on their own rank alone; raises `ArgumentError` there."""
+        self._owner.take()
         q, k, v = self._containers.take(q, k, v)
         tokens = self._results[0].shape[1]
         shape = replace(self._shape, queries=max(1, tokens))
@@ -274,6 +276,7 @@ class Prefill:
 
     def close(self) -> None:
         """Give the communicator back. Collective."""
+        self._owner.check()
         self._comm.free()
 
     def __enter__(self) -> Prefill:

@@ -3,6 +3,7 @@ ranks that were given different tokens are told so before they mix them to anoth
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
@@ -72,6 +73,8 @@ def let_generate_agree(caches: type[Any]) -> None:
         cache = next((value for value in of_the_model if isinstance(value, caches)), None)
         if cache is None:
             return processors
+        cache.owner.check()
+        cache.comm.owner.check()
         if generation_config.use_cache is False:
             raise ArgumentError("use_cache=False would cache every token anew: leave the cache out")
         tokens, slots = named.get("input_ids_seq_length") or 0, cache.get_seq_length()
@@ -93,9 +96,9 @@ def let_generate_agree(caches: type[Any]) -> None:
 
 
 def _agreeing(decode: Any, caches: type[Any]) -> Any:
-    """A decoding method that goes on with no cache of another text, and whose ranks go on with what rank 0
-    drew. Beams and drafts have no place for that: ranks that drew otherwise raise at the next token, or at
-    the end."""
+    """A decoding method that has its cache for itself, goes on with none of another text, and whose ranks go
+    on with what rank 0 drew. Beams and drafts have no place for that: ranks that drew otherwise raise at the
+    next token, or at the end."""
 
     @functools.wraps(decode)
     def decoded(
@@ -106,19 +109,21 @@ def _agreeing(decode: Any, caches: type[Any]) -> Any:
         generation_config: Any,
         **more: Any,
     ) -> Any:
-        for cache in (given for given in more.values() if isinstance(given, caches)):
-            mask, beside = more.get("attention_mask"), {**more, "attention_mask": None}
-            told = not any(torch.is_tensor(one) and one.is_floating_point() for one in beside.values())
-            cache.origin.begin(cache, model, ids, mask, told)
-        agreeing = [one for one in logits_processor if isinstance(one, AgreeingRanks)]
-        draws = agreeing if generation_config.do_sample else []
-        if decode.__name__ == "_sample":
-            stopping_criteria = StoppingCriteriaList([*map(AgreeingDraws, draws), *stopping_criteria])
-            draws = []
-        found = decode(model, ids, logits_processor, stopping_criteria, generation_config, **more)
-        for ranks in draws:
-            ranks.compare(found if isinstance(found, torch.Tensor) else found.sequences)
-        return found
+        with contextlib.ExitStack() as held:
+            for cache in (given for given in more.values() if isinstance(given, caches)):
+                held.enter_context(cache.during())
+                mask, beside = more.get("attention_mask"), {**more, "attention_mask": None}
+                told = not any(torch.is_tensor(one) and one.is_floating_point() for one in beside.values())
+                cache.origin.begin(cache, model, ids, mask, told)
+            agreeing = [one for one in logits_processor if isinstance(one, AgreeingRanks)]
+            draws = agreeing if generation_config.do_sample else []
+            if decode.__name__ == "_sample":
+                stopping_criteria = StoppingCriteriaList([*map(AgreeingDraws, draws), *stopping_criteria])
+                draws = []
+            found = decode(model, ids, logits_processor, stopping_criteria, generation_config, **more)
+            for ranks in draws:
+                ranks.compare(found if isinstance(found, torch.Tensor) else found.sequences)
+            return found
 
     return decoded
 

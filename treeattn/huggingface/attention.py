@@ -9,7 +9,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from treeattn.errors import ArgumentError, StateError
 from treeattn.huggingface import latent
-from treeattn.huggingface.layers import waiting
+from treeattn.huggingface.layers import updated
 from treeattn.huggingface.mask import mask
 from treeattn.huggingface.plans import Scoring
 from treeattn.huggingface.sealed import NOT_ATTENDED, plain
@@ -42,17 +42,22 @@ def attention(
     attached that has the others. attention_mask: what `mask` made. Raises `ArgumentError` for what would
     change the result and is not understood.
     """
-    waited, waiting.layer = waiting.layer, None
+    last = updated()
+    given, last.layer = last.layer, None
     layer, key, latents = getattr(key, "treeattn", None), plain(key), None
     keys = getattr(attention_mask, "keys", None)
+    cache = getattr(layer or given, "cache", None)
+    waited = None
+    if cache is not None:
+        waited, cache.waiting = cache.waiting, None
     if attention_mask is not None:
         sliding_window = sliding_window or getattr(attention_mask, "window", None)
         attention_mask = plain(attention_mask)
     _refuse(module, attention_mask, dropout, others)
     if layer is None and hasattr(module, "expand_kv"):  # it caches latents, and made key and value of them
-        layer = waited if waited and waited.new == key.shape[2] else None
+        layer = given if given and given.new == key.shape[2] else None
         latents = latent.of(module, layer, query, key, value) if layer else None
-    if layer is None and waited is not None:
+    if layer is None and given is not None:
         raise StateError(NOT_ATTENDED)
     new, tokens, store = 0, query.shape[2], None
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
@@ -70,12 +75,12 @@ def attention(
             f"the mask is of {keys} keys, and the cache hands over {key.shape[2]}: make the cache of the "
             "config of this model"
         )
-    given = query, key, value, attention_mask, s_aux
+    tensors = query, key, value, attention_mask, s_aux
     # As one operator where something wants to trace or to differentiate it; it has no gradient, and says so.
     if torch.compiler.is_compiling() or (query.requires_grad and torch.is_grad_enabled()):
         handle = store.handle if store else 0
-        return torch.ops.treeattn.attend(*given, handle, end - tokens, new, *scoring), None
-    return attend(*given, store, end - tokens, new, scoring, latents), None
+        return torch.ops.treeattn.attend(*tensors, handle, end - tokens, new, *scoring), None
+    return attend(*tensors, store, end - tokens, new, scoring, latents), None
 
 
 def _refuse(module: Any, attention_mask: Any, dropout: float, others: dict[str, Any]) -> None:

@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import warnings
@@ -28,7 +29,7 @@ from treeattn.decoder import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.huggingface import plans, saved
 from treeattn.huggingface.agreeing_ranks import follow_rank_0
-from treeattn.huggingface.layers import FullAttentionLayer, SlidingWindowLayer, waiting
+from treeattn.huggingface.layers import FullAttentionLayer, SlidingWindowLayer, updated
 from treeattn.huggingface.origin import Origin
 from treeattn.huggingface.remote import RemoteLayer
 
@@ -84,6 +85,11 @@ class ShardedKV(Cache):
             self.nodes = connected or connect(comm, scheme=scheme)
             comm, scheme = communicators.alone(), None
         self.comm, self.capacity = communicators.intracomm(comm), capacity
+        # Made by one thread, it may be used by another.
+        with self.comm.owner.during():
+            self._plan(config, scheme)
+
+    def _plan(self, config: Any, scheme: Any) -> None:
         with Agreement(self.comm) as agreed:
             text = config.get_text_config(decoder=True)
             if text._attn_implementation != "treeattn":
@@ -92,7 +98,7 @@ class ShardedKV(Cache):
                     "attn_implementation='treeattn'"
                 )
             _refuse_another_way(text)
-            check_number("capacity", capacity)
+            check_number("capacity", self.capacity)
             configs = text.per_layer_config
             layers = [
                 self._layer(kind, getattr(config, "num_attention_heads", None), given)
@@ -101,7 +107,7 @@ class ShardedKV(Cache):
             reduction = Reduction.of(scheme)
             by_heads = Reduction.of(scheme or Reduction("head_scatter", output="heads"))
             agreed.must_match = {
-                "capacity": capacity,
+                "capacity": self.capacity,
                 "scheme": reduction,
                 "the layers of the model": len(layers),
             }
@@ -113,8 +119,8 @@ class ShardedKV(Cache):
         wide = [[getattr(one, name, None) for name in ("head_dim", "num_key_value_heads")] for one in configs]
         for n in full:
             layers[n].store.alike = sum(wide[n] == wide[other] for other in full)
-        self.plans = plans.over(self.comm, reduction)
-        self.plans_by_heads = plans.over(self.comm, by_heads)
+        _, self.owner, self.plans, self.plans_by_heads = plans.lend(self, self.comm, reduction, by_heads)
+        self.waiting: FullAttentionLayer | None = None  # whose new tokens nothing attended to yet
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
         self._shards: dict[Any, Iterator[CacheLayer] | Iterator[RemoteLayer]] = {}
         self.follows = False  # whether the next token comes of `agreed` scores
@@ -125,13 +131,27 @@ class ShardedKV(Cache):
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> Any:
         """The new keys and values of a layer, on their way to attention. Nothing is ever moved off a
-        device."""
+        device. Raises `StateError` in a second thread."""
+        if not torch.compiler.is_compiling():
+            self.use()
         if layer_idx >= len(self.layers):
             raise ArgumentError(
                 f"the model has more than the {len(self.layers)} layers of the cache: make it of its config"
             )
         self.origin.check()
         return self.layers[layer_idx].update(key_states, value_states)
+
+    def use(self) -> None:
+        """From here on it is this thread's, and over several ranks its communicator, too. Raises
+        `StateError`, before anything is sent, where another thread has one of them and still runs."""
+        self.owner.take()
+        self.comm.owner.take()
+
+    @contextlib.contextmanager
+    def during(self) -> Iterator[None]:
+        """The same for a call that is whole: afterwards another thread may have it."""
+        with self.owner.during(), self.comm.owner.during():
+            yield
 
     def _layer(self, kind: str, heads: int | None, given: dict[str, Any]) -> Any:
         if kind in _ATTENTION:
@@ -157,6 +177,8 @@ class ShardedKV(Cache):
                 place: Any = {"device": "cuda" if getattr(k, "is_cuda", False) else "cpu"}
                 place |= {"latent": latent, "dtype": dtype}
                 first = ShardedCache(self.comm, capacity=self.capacity, **shape, **place)
+                for one in first.layers:
+                    one.owner = self.owner
                 self._shards[key] = iter(first.layers)
             made = next(self._shards[key])
         layer: CacheLayer | RemoteLayer = made
@@ -198,29 +220,45 @@ class ShardedKV(Cache):
 
     def reset(self) -> None:
         """Forget all tokens."""
-        waiting.layer, self.follows, self.origin = None, False, Origin()
+        self.owner.check()
+        updated().layer = self.waiting = None
+        self.follows, self.origin = False, Origin()
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forget so many of the last slots, given as a negative number."""
+        self.owner.check()
         self.origin.check()
         super().crop(tokens_to_remove)
         self.origin.crop(self.get_seq_length())
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i goes on with what row beam_idx[i] was."""
+        self.owner.check()
         super().reorder_cache(beam_idx)
         self.origin.select(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """The same."""
+        self.owner.check()
         super().batch_select_indices(indices)
         self.origin.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, one after the other."""
+        self.owner.check()
         super().batch_repeat_interleave(repeats)
         self.origin.repeat(repeats)
+
+    def update_conv_state(self, *given: Any, **named: Any) -> Any:
+        """Of a layer with a recurrent state."""
+        self.use()
+        return super().update_conv_state(*given, **named)
+
+    def update_recurrent_state(self, *given: Any, **named: Any) -> Any:
+        """The same."""
+        self.use()
+        return super().update_recurrent_state(*given, **named)
 
 
 def _refuse_another_way(config: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -16,13 +17,23 @@ if TYPE_CHECKING:
     from treeattn.huggingface.cache import ShardedKV
 
 
-class _Waiting:
-    """The layer whose new tokens nobody attended to yet."""
+class _Updated:
+    """The layer that was given new tokens last, until something attends."""
 
     layer: FullAttentionLayer | None = None
 
 
-waiting = _Waiting()
+class _UpdatedHere(threading.local, _Updated):
+    """In this thread."""
+
+
+_eager, _traced = _UpdatedHere(), _Updated()
+
+
+def updated() -> _Updated:
+    """What tells of the layer of keys that cannot say it themselves, since a model made them of latents. Of a
+    compiled model the tracer, which is one thread's at a time, has it: locals of threads it does not know."""
+    return _traced if torch.compiler.is_compiling() else _eager
 
 
 class FullAttentionLayer(CacheLayerMixin):
@@ -42,12 +53,12 @@ class FullAttentionLayer(CacheLayerMixin):
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """The new keys, with this layer attached, and values. Attention then takes and appends them."""
         cache = self.cache
-        if waiting.layer is not None and waiting.layer.cache is cache:
+        if cache.waiting is not None:
             raise StateError(NOT_ATTENDED)
         new = key_states.shape[2]
         if not torch.compiler.is_compiling():
             self._check_whole(new if cache.dealt is None else cache.dealt.tokens)
-        waiting.layer = self
+        cache.waiting = updated().layer = self
         self.is_initialized = True
         self.new = new
         if cache.latent and not torch.compiler.is_compiling():

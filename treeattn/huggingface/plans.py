@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import threading
+import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +16,7 @@ import torch.distributed as dist
 from treeattn import communicators
 from treeattn.attention.mask import Rules
 from treeattn.attention.shard import CacheFormat
+from treeattn.collectives.runtime.owner import Owner
 from treeattn.decoder import Decoder, Reduction
 
 #: Queries of a plan at most: records are held for all of them.
@@ -37,13 +42,14 @@ class Scoring(NamedTuple):
 
 
 class Plans:
-    """Attention over the ranks of `comm`, whose tokens lie interleaved. Caches of one communicator share it.
+    """Attention over the ranks of `comm`, whose tokens lie interleaved. Results lie in its decoders: it is
+    one thread's, and one cache's, at a time.
 
     A kind of step that is new is collective. Plans of one query stay; of several, those that were used last.
     """
 
-    def __init__(self, comm: Any, reduction: Reduction) -> None:
-        self.comm, self._reduction = comm, reduction
+    def __init__(self, comm: Any, reduction: Reduction, owner: Owner) -> None:
+        self.comm, self._reduction, self._owner = comm, reduction, owner
         self._decoders: dict[Any, dict[int, Decoder]] = {}  # of a kind by queries, the last used last
 
     def attend(
@@ -120,6 +126,7 @@ class Plans:
                 device="cuda" if getattr(q, "is_cuda", False) else "cpu",
                 cache=CacheFormat(positions="interleaved", v_dim=v_dim),
             )
+            decoder.owner = self._owner
         planned[queries] = decoder
         return decoder
 
@@ -135,24 +142,71 @@ def _joined(parts: Any, axis: int) -> Any:
     return torch.cat(parts, axis)
 
 
-_known: dict[tuple[int, Reduction], Plans] = {}
+class Lent(NamedTuple):
+    """The plans of one cache. number: among those over the communicator, alike on all ranks."""
+
+    number: int
+    owner: Owner
+    plans: Plans
+    by_heads: Plans
 
 
-def over(comm: Any, reduction: Reduction) -> Plans:
-    """The plans of a communicator, which all its caches share."""
-    held = comm.group if comm.library == "torch" else comm  # mpi4py's group is another object each time
-    return _known.setdefault((id(held), reduction), Plans(comm, reduction))
+class _Pool:
+    """The plans over a communicator that no cache has. One that is gone cannot close its own, since closing
+    is collective: the next goes on with them."""
+
+    def __init__(self) -> None:
+        self.free: list[Lent] = []  # a list's pop and append are whole, whatever thread or collection calls
+        self.numbers = itertools.count()
+
+    def back(self, lent: Lent) -> None:
+        lent.owner.let_go()
+        self.free.append(lent)
+
+
+def lend(cache: Any, comm: Any, reduction: Reduction, by_heads: Reduction) -> Lent:
+    """Plans that no living cache has on any rank, else new ones, for as long as `cache` lives. Collective."""
+    pool: _Pool = comm.kept.setdefault((reduction, by_heads), _Pool())
+    free = {}
+    with contextlib.suppress(IndexError):  # until there is none, whoever takes some meanwhile
+        while True:
+            one = pool.free.pop()
+            free[one.number] = one
+    try:
+        common = set.intersection(*map(set, comm.allgather(list(free))))
+        if common:
+            lent = free.pop(min(common))
+        else:
+            owner = Owner("this cache")
+            both = (Plans(comm, how, owner) for how in (reduction, by_heads))
+            lent = Lent(next(pool.numbers), owner, *both)
+    finally:
+        pool.free.extend(free.values())
+    weakref.finalize(cache, pool.back, lent).atexit = False
+    return lent
+
+
+class _Here(threading.local):
+    plans: Plans | None = None
+
+
+_here = _Here()
 
 
 def alone() -> Plans:
-    """Those of what a rank has whole: nothing is sent. Where torch started the ranks, MPI is not asked."""
+    """Those of what a rank has whole, of this thread: nothing is sent. Where torch started the ranks, MPI is
+    not asked."""
     started = dist.is_available() and dist.is_initialized()
-    return _alone(dist.group.WORLD if started else None)
+    comm = _alone(dist.group.WORLD if started else None)
+    if _here.plans is None or _here.plans.comm is not comm:
+        _here.plans = Plans(comm, Reduction(), Owner("this thread's attention"))
+    return _here.plans
 
 
 @functools.lru_cache(maxsize=1)  # groups may be destroyed, and others made
-def _alone(world: Any) -> Plans:
+def _alone(world: Any) -> Any:
+    """A communicator of this rank, of which plans that end with their thread have no duplicates."""
     if world is None:
-        return Plans(communicators.alone(), Reduction())
+        return communicators.alone().lent()
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    return Plans(communicators.intracomm(group), Reduction())
+    return communicators.intracomm(group)

@@ -47,6 +47,11 @@ def prefill(
         On every rank alike: a cache that is not empty, layers with a recurrent state (which need every token
         in turn), fewer tokens than ranks, other ids on another rank.
     """
+    with cache.during():
+        _prefill(model, ids, cache, attention_mask)
+
+
+def _prefill(model: Any, ids: torch.Tensor, cache: ShardedKV, attention_mask: torch.Tensor | None) -> None:
     comm, tokens = cache.comm, ids.shape[1]
     with Agreement(comm) as agreed:
         text = model.config.get_text_config(decoder=True)

@@ -37,6 +37,10 @@ class Store:
         self.handle, self.slots = next(_numbers), 0
         _stores[self.handle] = self
 
+    def use(self) -> None:
+        """As of the cache."""
+        self._cache.use()
+
     def append(self, k: Any, v: Any = None) -> None:
         """The next tokens, [batch, tokens, kv_heads, dim], of which this rank keeps its own; of latents no
         v."""
@@ -141,6 +145,8 @@ def attend(
     own: of a layer, to which k and v are appended if `new`, or the latents that they are made of; None: key
     and value are all there is, and end where the queries do.
     """
+    if own is not None:
+        own.use()
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
     first = None if begins is None else begins.cpu().numpy()
     if first is not None and not first.any():

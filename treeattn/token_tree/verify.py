@@ -178,6 +178,7 @@ class Verifier:
 
         Raises `ArgumentError` for arrays that do not fit the plan, on one rank alone as a `Decoder` does.
         """
+        self.decoder.owner.take()
         if isinstance(k, Shard):
             shard = Shard.of(k, v, lengths).in_rows(_OVER)
             k, v, lengths = shard.k, shard.v, shard.lengths

@@ -1,0 +1,205 @@
+"""Threads of one process: what a step leaves in an object is one thread's, and so is a communicator of
+several ranks, whose collectives would meet in another order on another rank."""
+
+from __future__ import annotations
+
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import treeattn
+from treeattn import cache_nodes, communicators
+from treeattn.errors import StateError
+from treeattn.token_tree import TokenTree, Verifier
+
+pytestmark = pytest.mark.mpi
+
+HEADS = {"heads": 2, "kv_heads": 2, "head_dim": 8}
+
+
+@pytest.fixture
+def run():
+    """Run a call in a thread of its own: what it returned or raised."""
+
+    def run(call):
+        found = []
+
+        def work():
+            try:
+                found.append(call())
+            except Exception as error:
+                found.append(error)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join(60)
+        return found[0]
+
+    return run
+
+
+@pytest.fixture
+def often():
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def drawn(seed, tokens=5):
+    draw = np.random.default_rng(seed)
+    return [draw.standard_normal((1, count, 2, 8), np.float32) for count in (1, tokens, tokens)]
+
+
+def decoder(comm):
+    made, (q, k, v) = treeattn.Decoder(comm, **HEADS, dtype="float32"), drawn(0)
+    return made, [
+        lambda: made(q, k, v),
+        lambda: made.local(q, k, v),
+        lambda: made.begin(q, k, v),
+        made.finish,
+        made.fold,
+        made.close,
+    ]
+
+
+def fewer_queries(comm):
+    made, (q, k, v) = treeattn.Decoder(comm, **HEADS, queries=3, dtype="float32"), drawn(0)
+    return made, [lambda: made(q, k, v), made.close]
+
+
+def merger(comm):
+    made = treeattn.Merger(comm, lse_shape=(3,), head_dim=8)
+    parts = np.ones((3, 8), np.float32), np.ones(3, np.float32)
+    return made, [lambda: made(*parts), made.close]
+
+
+def prefill(comm):
+    made, (_, k, v) = (
+        treeattn.Prefill(comm, tokens=5, **HEADS, dtype="float32", positions="interleaved"),
+        drawn(0),
+    )
+    return made, [lambda: made(k, k, v), made.close]
+
+
+def verifier(comm):
+    tree = TokenTree.from_parents([[1, 2, 3]], [[-1, 0, 0]])
+    made, (_, k, v) = Verifier(comm, **HEADS, nodes=3, dtype="float32"), drawn(0)
+    drafts = k[:, :3]
+    return made, [
+        lambda: made(drafts, k, v, drafts, drafts, tree, shard_lengths=[[5]] * comm.size),
+        made.close,
+    ]
+
+
+def cache(comm):
+    made, (_, k, v) = (
+        treeattn.ShardedCache(comm, capacity=64, kv_heads=2, head_dim=8, dtype="float32", layers=2),
+        drawn(0),
+    )
+    return made, [
+        lambda: made.append(k, v),
+        lambda: made.layers[1].append(k, v),
+        lambda: made.rollback([0]),
+        lambda: made.select([0]),
+    ]
+
+
+@pytest.mark.parametrize("make", [decoder, fewer_queries, merger, prefill, verifier, cache])
+def test_a_second_thread(comm, run, make):
+    """Made here, used first in a thread that has ended, then here: all calls of another are refused, and what
+    it would have changed is not."""
+    made, calls = make(comm)
+    assert not isinstance(run(calls[0]), Exception)
+    wanted = calls[0]()
+    wanted = None if wanted is None else [np.copy(one) for one in wanted]
+    for call in calls:
+        refused = run(call)
+        assert isinstance(refused, StateError)
+        assert "is used by another thread (MainThread), which still runs" in str(refused)
+    if wanted is not None:
+        for one, other in zip(calls[0](), wanted, strict=True):
+            np.testing.assert_array_equal(one, other)
+    if hasattr(made, "close"):
+        made.close()
+
+
+def test_decode_in_many_threads_of_one_rank(often):
+    """Each with the results that it has alone: without a communicator, or with that of a rank alone."""
+    comms = [communicators.alone()] if communicators.world().size > 1 else [None, communicators.alone()]
+    given = [drawn(seed) for seed in range(4)]
+    for comm in comms:
+        wanted = [treeattn.decode(*arrays, comm=comm) for arrays in given]
+        got = [[] for _ in given]
+
+        def work(number, comm=comm, got=got):
+            for _ in range(25):
+                got[number].append(treeattn.decode(*given[number], comm=comm))
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(len(given))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(120)
+        for results, whole in zip(got, wanted, strict=True):
+            assert len(results) == 25
+            for out, lse in results:
+                np.testing.assert_array_equal(out, whole[0])
+                np.testing.assert_array_equal(lse, whole[1])
+
+
+@pytest.mark.parametrize("verb", ["decode", "merge", "a decoder", "a cache"])
+def test_a_second_thread_over_one_communicator(comm, run, verb):
+    """Of several ranks: refused before anything is sent, since no rank waits for it."""
+    q, k, v = drawn(0)
+    parts = np.ones((3, 8), np.float32), np.ones(3, np.float32)
+    calls = {
+        "decode": lambda: treeattn.decode(q, k, v, comm=comm),
+        "merge": lambda: treeattn.merge(*parts, comm=comm),
+        "a decoder": lambda: treeattn.Decoder(comm, **HEADS),
+        "a cache": lambda: treeattn.ShardedCache(comm, capacity=64, kv_heads=2, head_dim=8),
+    }
+    treeattn.decode(q, k, v, comm=comm)
+    if comm.size == 1:
+        assert not isinstance(run(calls[verb]), Exception)
+        return
+    if comm.rank == 0:
+        refused = run(calls[verb])
+        assert isinstance(refused, StateError)
+        assert "a communicator of its own" in str(refused)
+    comm.barrier()
+    own = comm.dup()
+    assert not isinstance(run(lambda: treeattn.decode(q, k, v, comm=own)), Exception)
+    own.free()
+
+
+def test_a_second_thread_at_cache_nodes(comm, run):
+    """It is refused in one line, and the nodes serve the first as before."""
+    if comm.size == 1:
+        pytest.skip("one rank is a model process without cache nodes")
+    if comm.rank:
+        cache_nodes.serve(comm, memory_bytes=1 << 24)
+        return
+    (q, k, v), shape = drawn(0, 1), {"layers": 1, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
+    with cache_nodes.connect(comm) as nodes:
+        held = nodes.cache(**shape, capacity=64)
+        out = held.step(0, q, k, v)[0].copy()
+        before = held.totals.copy(), nodes.messages
+        calls = (
+            lambda: held.step(0, q, k, v),
+            lambda: held.append(0, k, v),
+            lambda: held.rollback([0]),
+            lambda: held.select([0, 0]),
+            lambda: nodes.cache(**shape, capacity=8),
+            nodes.close,
+        )
+        for call in calls:
+            refused = run(call)
+            assert isinstance(refused, StateError)
+            assert "is used by another thread (MainThread)" in str(refused)
+        np.testing.assert_array_equal(held.totals, before[0])
+        assert nodes.messages == before[1]
+        np.testing.assert_allclose(held.step(0, q, k, v)[0], out, rtol=1e-6)
