@@ -9,35 +9,35 @@ On the emulated cluster, as root:
 then `treeattn plot --figures predicted`. Goals: the median of |predicted / measured - 1| over all schemes and
 sizes under 20 percent, and of CHOSEN_FROM the one that is predicted to be fastest within 10 percent of
 the best measured, at every size.
-Left in FOLDER: cluster.toml, compare.jsonl.xz, calibrated.json, predicted-*.png.
+Left in FOLDER: cluster.toml, compare.jsonl, calibrated.json, predicted.png.
 """
 
 from __future__ import annotations
 
-import lzma
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import harness
+import numpy as np
 
-from treeattn.cli import compare_table
-from treeattn.cli.compare_table import pairs
+from treeattn.cli.compare_table import accuracy
 from treeattn.collectives import names
 from treeattn.collectives.clusters.fit import RECORDS
 from treeattn.selection import select
 from treeattn.study import environment
-from treeattn.study.compare.results import compared_series, read, summarise
+from treeattn.study.compare.rows import read
+from treeattn.study.compare.summary import summarise
 
-HEADS = (2, 8, 32, 128)  # of 520 bytes; calibration has 1, 4, 16, 64, 256
+SIZES = (1040, 4160, 16640, 66560)  # bytes: 2, 8, 32, 128 heads; calibration has 1, 4, 16, 64, 256
 CHOSEN_FROM = (
     "recursive_doubling", "k_nomial_tree", "k_nomial_tree:radix=4", "double_binary_tree", "bine",
     "reduce_scatter_gather", "reduce_scatter_gather:order=near", "circulant", "hierarchical",
     "hierarchical:inner=k_nomial_tree", "hierarchical:inner=(k_ary_tree:radix=8)", "split_rail",
     "multi_leader", "all_gather_merge", "ring", "recursive_multiplying",
 )  # fmt: skip
-LINES = "compare.jsonl.xz"
+LINES = "compare.jsonl"
 GOAL_ERROR, GOAL_CHOICE = 0.20, 1.10
 TREEATTN = (sys.executable, "-m", "treeattn")
 
@@ -51,49 +51,41 @@ def mpi(ranks: int, *words: object) -> None:
 def measure(folder: Path, ranks: int, schemes: list[str], seconds: float, repetitions: int) -> None:
     """Calibrate, compare and plot."""
     folder.mkdir(parents=True, exist_ok=True)
-    cluster, lines = folder / "cluster.toml", folder / "compare.jsonl"
+    cluster, lines = folder / "cluster.toml", folder / LINES
     lines.unlink(missing_ok=True)
     mpi(ranks, "calibrate", "--out", cluster, "--json", folder / "probes.json")
-    mpi(ranks, "compare", "--schemes", ",".join(schemes), "--what", "reduce", "--heads",
-        ",".join(map(str, HEADS)), "--cluster", cluster, "--seconds", seconds, "--repetitions", repetitions,
-        "--out", lines)  # fmt: skip
+    mpi(ranks, "compare", "--schemes", ",".join(schemes), "--bytes", ",".join(map(str, SIZES)),
+        "--cluster", cluster, "--seconds", seconds, "--repetitions", repetitions, "--out", lines)  # fmt: skip
     subprocess.run([*TREEATTN, "plot", lines, "--figures", "predicted", "--format", "png", "--out", folder],
                    check=True)  # fmt: skip
-    (folder / LINES).write_bytes(lzma.compress(lines.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
-    lines.unlink()
 
 
 def judged(folder: Path) -> dict:
     """Errors of all points, as `compare` sums them up, and the time of what prediction chooses, of the best
     measured, size by size."""
-    cases, choices = [], []
-    summaries = summarise(read(folder / LINES))
+    summaries = [one for one in summarise(read(folder / LINES)) if one["predicted_us"] is not None]
+    cases = [[one for one in summaries if one["bytes"] == size] for size in SIZES]
     named = {select(scheme).text for scheme in CHOSEN_FROM}
-    for heads in HEADS:
-        of_case = [one for one in summaries if one.key.heads == heads]
-        series = compared_series(of_case)
-        for one in of_case:
-            one.facts["compared_by"] = series
-        cases.append(best := pairs(of_case))
-        taken = min((p for p in best if p.label in named), key=lambda pair: pair.estimate.time)
+    choices = []
+    for size, case in zip(SIZES, cases, strict=True):
+        taken = min((o for o in case if o["label"] in named), key=lambda one: one["predicted_us"])
+        best = min(case, key=lambda one: one["time_us"])
         choices.append({
-            "bytes": 520 * heads, "taken": taken.label, "best": best[0].label,
-            "ratio": taken.measured / best[0].measured,
+            "bytes": size, "taken": taken["label"], "best": best["label"],
+            "ratio": taken["time_us"] / best["time_us"],
         })  # fmt: skip
-    found = compare_table.accuracy(cases)
+    found = accuracy(cases)
+    errors = [abs(one["predicted_us"] / one["time_us"] - 1) for one in summaries]
     return {
         "median_error": found["median"],
-        "p90_error": found["p90"],
+        "p90_error": float(np.quantile(errors, 0.9)),
         "in_interval": found["within_interval"],
-        "ratios_in_interval": found["ratio_within_interval"],
-        "worst_choice": max(choice["ratio"] for choice in choices),
+        "worst_choice": found["worst_choice"],
         "choices": choices,
         "rows": [
-            {"scheme": pair.label, "bytes": 520 * heads,
-             "measured_us": pair.measured, "predicted_us": pair.estimate.time, "in_interval": pair.within,
-             "ratio_in_interval": pair.ratio_within}
-            for heads, case in zip(HEADS, cases, strict=True)
-            for pair in case
+            {"scheme": one["label"], "bytes": one["bytes"],
+             "measured_us": one["time_us"], "predicted_us": one["predicted_us"]}
+            for one in summaries
         ],
     }  # fmt: skip
 
@@ -108,7 +100,7 @@ def main() -> None:
         again={"action": "store_true", "help": "only judge what FOLDER holds"},
         note={"default": "", "help": "how quiet the machine was"},
     )
-    assert not {*HEADS} & {*RECORDS}, "a size was calibrated with"
+    assert not {size // 520 for size in SIZES} & {*RECORDS}, "a size was calibrated with"
     schemes = dict.fromkeys(select(name).text for name in (*names("schedule"), *CHOSEN_FROM))
     load = os.getloadavg()
     if not options.again:
@@ -121,8 +113,7 @@ def main() -> None:
     harness.writer(options.out / "calibrated.json")(facts)
     print(
         f"median error {found['median_error']:.0%} (goal {GOAL_ERROR:.0%}), "
-        f"90 % within {found['p90_error']:.0%}, {found['in_interval']:.0%} in their intervals, "
-        f"{found['ratios_in_interval']:.0%} of the ratios"
+        f"90 % within {found['p90_error']:.0%}, {found['in_interval']:.0%} in their intervals"
     )
     for choice in found["choices"]:
         print("{bytes:>7} bytes: predicted is {taken}, {ratio:.2f} times the best, {best}".format(**choice))

@@ -3,7 +3,7 @@
 What stands between one of these and `<!-- end -->` is replaced; a test fails while a page shows others.
 
     <!-- table FILE:PATH; .. | KEY as HEADING; .. -->    of JSON files in docs/results
-    <!-- compare WHAT TOKENS FILE .. | SCHEME; .. -->    of what `treeattn compare --out` wrote
+    <!-- compare FILE .. | SCHEME; .. -->                of reductions that `treeattn compare --out` wrote
     <!-- schemes RANKS -->                               the catalogue, and what its schedules cost
 
 A path leads through keys, indices and names, as `experiments/latency/model/0`, to a table, a list of rows or
@@ -23,8 +23,8 @@ from typing import Any
 
 from treeattn.collectives import build, check, needs_nodes
 from treeattn.selection import CATALOG
-from treeattn.study.compare.results import Summary, compared_series, read, summarise
-from treeattn.study.compare.schema import NULL, SUM
+from treeattn.study.compare.rows import read
+from treeattn.study.compare.summary import Summary, summarise
 from treeattn.study.paper import shown
 
 DOCS = Path(__file__).resolve().parent
@@ -78,51 +78,44 @@ def _cell(row: Any, key: str) -> str:
 
 
 def compare(words: str) -> str:
-    """Schemes as rows, in the order of the first file's medians; times and messages in a row of each."""
+    """Schemes as rows, in the order of the first file's; times and messages in a row of each."""
     chosen, _, only = words.partition(" | ")
-    what, tokens, *files = chosen.split()
     headings, cells = ["scheme"], {}
-    for file in files:
-        rows, nodes = summaries(file, what, int(tokens)), nodes_of(file)
-        series, crossing = compared_series(rows.values()), len(set(nodes)) > 1
-        since = ", from the last entry" if series == "after_last_entry" else ""
+    for file in chosen.split():
+        rows = summaries(file)
+        crossing = len(set(next(iter(rows.values()))["nodes"])) > 1
         where = file.partition(".")[0].partition("_")[2]
-        headings += [f"{where}: median, µs{since}", "95 % interval", "x SUM"]
+        headings += [f"{where}: µs", "95 % interval", "ratio", "95 % interval"]
         headings += ["in a row"] if crossing else []
-        of_sum = rows[SUM].times[series].median
-        for scheme, row in sorted(rows.items(), key=lambda item: item[1].times[series].median):
-            time, known = row.times[series], CATALOG.get(scheme)
-            interval = f"{_us(time.low)}\u00a0to\u00a0{_us(time.high)}" if time.low and time.high else "-"
-            ratio = "-" if scheme == NULL else f"{time.median / of_sum:.2f}"
-            cells.setdefault(scheme, []).extend([_us(time.median), interval, ratio])
+        for scheme, row in rows.items():
+            known = CATALOG.get(scheme)
+            cells.setdefault(scheme, []).extend([
+                _us(row["time_us"]),
+                f"{_us(row['low_us'])}\u00a0to\u00a0{_us(row['high_us'])}",
+                f"{row['ratio']:.2f}",
+                f"{row['ratio_low']:.2f}\u00a0to\u00a0{row['ratio_high']:.2f}" if row["ratio_low"] else "-",
+            ])  # fmt: skip
             if crossing:
-                cells[scheme].append(str(in_a_row(row, nodes)) if known and known.generator else "-")
+                cells[scheme].append(str(in_a_row(row)) if known and known.generator else "-")
     return _markdown(headings, [[name, *cells[name]] for name in (only.split("; ") if only else cells)])
 
 
-def summaries(file: str, what: str, tokens: int) -> dict[str, Summary]:
-    """Scheme -> summary. Raises `ValueError` for results of several versions or cases, or not readable."""
-    results = read(RESULTS / file)
-    if results.problems:
-        raise ValueError("; ".join(results.problems))
-    rows = [row for row in summarise(results) if (row.key.what, row.key.tokens) == (what, tokens)]
-    if len({row.key.case for row in rows}) != 1:
-        raise ValueError(f"{file} has not one case of {what} with {tokens} tokens: a row is one scheme's")
-    return {row.key.scheme: row for row in rows}
+def summaries(file: str) -> dict[str, Summary]:
+    """Scheme -> summary, of the reductions. Raises `ValueError` for results of several versions or cases."""
+    rows = [row for row in summarise(read(RESULTS / file)) if row["what"] == "reduce"]
+    if len({row["label"] for row in rows}) != len(rows):
+        raise ValueError(f"{file} has not one case of reductions: a row is one scheme's")
+    return {row["scheme"]: row for row in rows}
 
 
-def nodes_of(file: str) -> list[int]:
-    """The node of each rank, the same in all runs of one version."""
-    return [rank.node for rank in next(iter(read(RESULTS / file).runs.values())).ranks]
-
-
-def in_a_row(row: Summary, nodes: list[int]) -> int:
+def in_a_row(row: Summary) -> int:
     """The most messages between nodes of which each waits for the one before: what a rank sends in a round
     waits for all that it was sent in the rounds before."""
-    key, waited = row.key, [0] * len(nodes)
+    nodes: list[int] = row["nodes"]
+    waited = [0] * len(nodes)
     groups = [[rank for rank, on in enumerate(nodes) if on == node] for node in sorted(set(nodes))]
-    schedule = build(key.scheme, len(nodes), nodes=groups if needs_nodes(key.scheme) else None)
-    sent = schedule.traffic(key.batch * key.heads * key.queries, key.queries)
+    schedule = build(row["scheme"], len(nodes), nodes=groups if needs_nodes(row["scheme"]) else None)
+    sent = schedule.traffic(row["batch"] * row["heads"] * row["queries"], row["queries"])
     for _, of_round in groupby(sent, lambda message: message.round):
         before = list(waited)
         for _, src, dst, *_ in of_round:

@@ -21,7 +21,8 @@ from typing import Any
 
 from treeattn import files
 from treeattn.errors import TreeattnError
-from treeattn.study.compare import results
+from treeattn.study.compare.rows import read
+from treeattn.study.compare.summary import summarise
 
 COLUMNS = ("run", "status", "what", "scheme", "ranks", "nodes", "tokens", "median_us", "low_us", "high_us")
 
@@ -38,19 +39,9 @@ def rows(folder: Path, status: str) -> Iterator[tuple[Any, ...]]:
 
 
 def _compared(path: Path) -> Iterator[tuple[Any, ...]]:
-    found = results.read(path)
-    for problem in found.problems:
-        print(f"collect: {problem}", file=sys.stderr)
-    used = {found.version(point): found.runs[point.run].used(point.key.place) for point in found.points}
-    summaries = results.summarise(found)
-    for summary in summaries:
-        key = summary.key
-        series = results.compared_series(
-            other for other in summaries if (other.key.case, other.version) == (key.case, summary.version)
-        )
-        time, nodes = summary.times[series], len({rank.node for rank in used[summary.version]})
-        what = f"{key.what}, from the last entry" if series == "after_last_entry" else key.what
-        yield what, key.label, key.ranks, nodes, key.tokens or None, time.median, time.low, time.high
+    for row in summarise(read(path)):
+        where = row["ranks"], len(set(row["nodes"])), row["tokens"] or None
+        yield row["what"], row["label"], *where, row["time_us"], row["low_us"], row["high_us"]
 
 
 def _decoded(facts: dict[str, Any]) -> Iterator[tuple[Any, ...]]:

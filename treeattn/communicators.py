@@ -21,10 +21,10 @@ def world() -> MpiCommunicator:
 
     Collective for the first time, as `intracomm`.
     """
-    alone = launch.launched().launcher == launch.TORCHRUN and not mpi_library.started()
-    if problem := launch.problem(1 if alone else mpi_library.load().COMM_WORLD.size):
+    comm = mpi_library.load().COMM_WORLD
+    if comm.size == 1 and (problem := launch.problem()):
         raise BackendError(": ".join(problem))
-    return _watched(mpi_library.load().COMM_WORLD)
+    return _watched(comm)
 
 
 def alone() -> MpiCommunicator:

@@ -38,6 +38,10 @@ class BackendError(TreeattnError, RuntimeError):
     """A device, compiler or library that the chosen backend needs is missing or failed."""
 
 
+class MissingPackageError(BackendError, ImportError):
+    """A package of an extra that is not installed."""
+
+
 class TransportError(TreeattnError, RuntimeError):
     """Records cannot travel the way that was asked for."""
 

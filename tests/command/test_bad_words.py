@@ -31,27 +31,14 @@ BAD = {
     "compare": """
         --schemes rang                                      | there is no scheme 'rang'
         --schemes ''                                        | there is no scheme ''
-        --executor python                                   | choose from slots, program, mpi
-        --ranks 2                                           | this job has 1 ranks; start it with more
-        --ranks 0                                           | 0 is too small
-        --ranks-per-node 2                                  | no node of this job has so many
         --seq-len many                                      | give a whole number
-        --what nothing                                      | choose from reduce, decode
         --dtype int8                                        | choose from float32, float16
-        --wire fp8                                          | choose from float32, bfloat16
-        --arrivals random:5                                 | give 0 or a time with its unit
         --heads 6 --kv-heads 4                              | heads must be a multiple of kv_heads
         --head-dim 7                                        | head_dim 7 is not supported
         --bytes 8:1Mi:2                                     | give FIRST:LAST:xFACTOR
-        --bytes 64 --what decode                            | --bytes is of reductions
-        --bytes 64 --heads 4                                | --bytes says how many heads there are
-        --radix 1                                           | radix=1 is not allowed
-        --baseline nothing                                  | is not among what is measured
-        --seconds nan                                       | take a number of seconds
-        --patience nan                                      | take a number of seconds
-        --patience inf                                      | take a number of seconds
-        --seconds inf                                       | take a number of seconds
-        --iterations 0                                      | 0 is not in the range
+        --bytes 64 --heads 4                                | --bytes says how many a reduction has
+        --seconds nan                                       | is not in the range
+        --seconds inf                                       | is not in the range
         --out /nowhere/at/all.jsonl                         | cannot be written
         --out same.jsonl --json same.jsonl                  | named twice
         --schemes chain --cluster summit                    | no such cluster
@@ -75,12 +62,6 @@ BAD = {
         --expect {CACHE}                                    | no tensor 'out' in the file
         --colour blue                                       | No such option '--colour'
     """,
-    "export": """
-        {results} --scheme sum                              | is not among these results
-        {empty}                                             | hold no results
-        gone.jsonl                                          | cannot be read
-        {results} --format parquet                          | name a file with --out
-    """,
     "paper": """
         sorcery                                             | experiment 'sorcery' is unknown
         ''                                                  | experiment '' is unknown
@@ -94,14 +75,14 @@ BAD = {
                                                             | Missing argument
         no-such-file.jsonl                                  | cannot be read (No such file or directory)
         ''                                                  | cannot be read (Is a directory)
-        {empty}                                             | nothing to plot
-        {cut}                                               | nothing to plot
-        {text}                                              | nothing to plot
-        {results} --figures pie                             | choose from all, time
-        {results} --figures ''                              | choose from all, time
-        {results} --figures predicted                       | no point carries a prediction
+        {empty}                                             | hold no rows
+        {cut}                                               | hold no rows
+        {text}                                              | not a row of treeattn compare
+        {results} --figures pie                             | choose from time, relative
+        {results} --figures ''                              | choose from time, relative
         {results} --format gif                              | choose from png, svg
         {results} --format ''                               | choose from png, svg
+        {results} --width 3                                 | give 2in to 40in
         {results} --baseline chian                          | not among these results
         {results} --baseline ''                             | not among these results
         {results} --out ''                                  | --out is empty: name a folder for the figures
@@ -109,7 +90,7 @@ BAD = {
         {results} --out {text}                              | no folder can be made there
         {results} --json ''                                 | is not an ordinary file
         {results} --json /nowhere/at/all.json               | cannot be written
-        {results} --out . --json time-decode.svg            | is named twice on this command line
+        {results} --out . --json time.svg                   | is named twice on this command line
     """,
     "roofline": """
         --tokens many                                       | give a whole number

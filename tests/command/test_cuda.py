@@ -15,8 +15,7 @@ from tests.emulator.raw_module import compiler_problem
 from tests.support.drawn import sample
 from tests.support.models import PROMPT, write_model
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.study.compare import results
-from treeattn.study.compare.schema import NCCL_SUM, NULL, SUM
+from treeattn.study.compare.rows import NCCL_SUM, SUM, read
 
 from .launch import in_process, mpiexec, treeattn
 
@@ -25,7 +24,7 @@ needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(c
 
 CASE = Case("bfloat16", 64, group=4, batch=2, tokens=70, lengths=(70, 20))
 IDS = ",".join(map(str, [*PROMPT[:15]] * 2))
-SMALL = "--seq-len 70 --heads 4 --head-dim 64 --iterations 3 --seconds 0.001 --patience 1000"
+SMALL = "--seq-len 70 --heads 4 --head-dim 64 --seconds 0.001"
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +70,9 @@ SERVED = "'nccl'.*'cuda-mpi'.*'host'"
         ("decode", "--scheme mpi_allreduce --transport nccl", "transport='host'"),
         ("compare", "--transport nccl", "NCCL is reached through CuPy"),
         ("compare", "--transport cuda-mpi", "does not say that it takes GPU buffers"),
-        ("compare", "--transport mpi", "choose from all, "),
+        ("compare", "--transport mpi", "choose from "),
         ("compare", "--schemes kv_ring", "baselines run on the processor"),
         ("compare", "--schemes nccl_allreduce --transport host", "is for transport='nccl', not 'host'"),
-        ("compare", "--wire bfloat16", "choose from float32"),
         ("compare", "--device cpu --transport host", "choose from mpi"),
         ("generate", "", "needs a transport: transport='nccl'"),
         ("generate", "--transport mpi", "does not serve device='cuda'"),
@@ -109,50 +107,45 @@ def test_ranks_that_share_a_gpu(commands, nccl, variable, message):
 @needs_emulator
 def test_compare_has_every_transport_side_by_side(tmp_path, commands):
     out, summary = tmp_path / "r.jsonl", tmp_path / "s.json"
-    words = ("--schemes", "ring,nccl_allreduce,mpi_allreduce", "--repetitions", 2, "--out", out)
+    schemes = ("--schemes", "ring,nccl_allreduce,mpi_allreduce")
+    words = (*schemes, "--bytes", 1056, "--repetitions", 2, "--out", out)
     there = {"EMULATED_NCCL": "30", "EMULATED_CUDA_MPI": "1"}
     done = treeattn(*commands["compare"], *words, "--json", summary, ranks=2, emulated=True, **there)
     assert "GPU 8f1c0a52" not in done.stderr
     three = ("host", "nccl", "cuda-mpi")
     wanted = {("ring", "peer")} | {(scheme, over) for scheme in ("ring", SUM) for over in three}
-    wanted |= {("nccl_allreduce", "nccl"), ("mpi_allreduce", "host"), (NULL, "none")}
+    wanted |= {("nccl_allreduce", "nccl"), ("mpi_allreduce", "host")}
     rows = json.loads(summary.read_text())["summaries"]
-    assert {(row["key"]["scheme"], row["key"]["transport"]) for row in rows} == wanted
+    assert {(row["scheme"], row["transport"]) for row in rows} == wanted
     assert len(rows) == 2 * len(wanted)
-    assert {row["key"]["device"] for row in rows} == {"cuda"}
-    assert "emulated GPU, ranks 2" in rows[0]["version"]
-    for word in ("transport", NCCL_SUM[:13], "on GPUs", "over the same", "identical bits (proved)"):
+    assert {(row["device"], row["processor"]) for row in rows} == {("cuda", "emulated GPU")}
+    for word in (NCCL_SUM[:13], "on GPUs", "identical bits on all ranks (proved)"):
         assert word in done.stdout
     assert max(map(len, done.stdout.splitlines())) <= 80
 
-    found = results.read(out)
-    assert found.problems == []
-    order = [point.key.transport for point in found.points if point.key.what == "reduce"]
+    found = read(out)
+    order = [row.transport for row in found if row.what == "reduce"]
     assert sum(a != b for a, b in itertools.pairwise(order)) > len(order) / 3  # interleaved
-    for point in found.points:
-        assert point.samples.keys() == {"completion", "after_last_entry", "slowest"}
-        assert (point.held, point.step_peak) == (None, None)
-    (options,) = (entry.options for entry in found.runs.values())
-    assert (options["device"], options["nccl"]) == ("cuda", "2.30")
+    assert all(row.local_us is None and row.time_us > 0 for row in found)
 
     in_process("plot", out, "--out", tmp_path / "figures", "--format", "svg", "--figures", "time")
-    assert "ring [nccl]" in (tmp_path / "figures" / "time-reduce.svg").read_text()
+    assert "ring [nccl]" in (tmp_path / "figures" / "time.svg").read_text()
 
 
 @needs_emulator
 def test_a_transport_that_is_not_there_is_said_and_left_out(tmp_path, commands):
     summary = tmp_path / "s.json"
-    words = ("--what", "reduce", "--schemes", "chain", "--repetitions", 1, "--json", summary)
+    words = ("--schemes", "chain", "--repetitions", 1, "--json", summary)
     given = {"ranks": 2, "emulated": True, "EMULATED_NCCL": "30", "EMULATED_GPUS": "1"}
     done = treeattn(*commands["compare"], *words, **given, NCCL_MULTI_RANK_GPU_ENABLE="0")
     assert re.search("left out transport nccl: .*ranks 0, 1 share GPU 8f1c0a52-0 of .*ENABLE=1", done.stderr)
     assert "left out transport cuda-mpi: " in done.stderr
     facts = json.loads(summary.read_text())
-    assert {row["key"]["transport"] for row in facts["summaries"]} == {"host", "peer", "none"}
-    assert "times include waiting for each other" in facts["run"]["warning"]
+    assert {row["transport"] for row in facts["summaries"]} == {"host", "peer"}
+    assert "times include waiting for each other" in facts["warning"]
     treeattn(*commands["compare"], *words, **given, NCCL_MULTI_RANK_GPU_ENABLE="1")
     facts = json.loads(summary.read_text())
-    assert {row["key"]["transport"] for row in facts["summaries"]} == {"host", "nccl", "peer", "none"}
+    assert {row["transport"] for row in facts["summaries"]} == {"host", "nccl", "peer"}
 
 
 @needs_emulator

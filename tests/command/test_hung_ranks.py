@@ -174,24 +174,3 @@ if MPI.COMM_WORLD.rank == 1:
     done = run("-c", program, ranks=2, code=124, TREEATTN_TIMEOUT="1")
     says = "^treeattn: rank 0: the end of MPI: 1 s without .*: rank 1 is stopped"
     assert re.search(says, done.stderr, re.MULTILINE)
-
-
-def test_a_rank_that_is_stopped_in_its_sleep_is_missed():
-    """Though the others measure for as long as they like, and need it only afterwards."""
-    program = """
-import os, runpy, signal, sys
-from treeattn import mpi_library
-mpi_library.load(initialize=False)
-from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
-def asleep(comm):
-    if comm.rank == 2:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    raise AssertionError("the others have measured")
-MpiCommunicator.barrier_asleep = asleep
-sys.argv[0] = "treeattn"
-runpy.run_module("treeattn", run_name="__main__")
-"""
-    words = ["compare", "--ranks", "2", "--schemes", "chain", "--seconds", "1000", "--iterations", "1000000"]
-    done = run("-c", program, *words, ranks=3, code=124, TREEATTN_TIMEOUT="1")
-    says = "^treeattn: rank 0: measurements: 1 s without the ranks that sleep meanwhile: rank 2 is stopped"
-    assert re.search(says, done.stderr, re.MULTILINE), done.stderr

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shutil
-import subprocess
+import sys
 from html.parser import HTMLParser
-from unittest import mock
 
 import pytest
-from msgspec.structs import asdict
 
 from tests.unit.study import made_results
 from treeattn.collectives import Schedule, build
-from treeattn.study import plot
-from treeattn.study.compare import results
-from treeattn.study.compare.schema import NULL, SUM
-from treeattn.study.figures import draw
-from treeattn.study.intervals import Estimate
+from treeattn.study.compare import rows
+from treeattn.study.compare.rows import SUM
+from treeattn.study.compare.summary import summarise
 
 from .launch import in_process
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-SCHEMES = ("ring", "chain", "binary_tree", SUM, NULL)
+SCHEMES = ("ring", "chain", "binary_tree", SUM)
 
 
 class Parsed(HTMLParser):
@@ -42,117 +35,76 @@ class Parsed(HTMLParser):
         elif tag in ("td", "th"):
             self.tables[-1][-1].append("")
             self._into = self.tables[-1][-1]
-        elif tag in ("h1", "h2"):
+        elif tag in ("h1", "h2", "h3"):
             self.headings.append("")
             self._into = self.headings
         self.sources += [value for name, value in attrs if name in ("src", "href")]
 
     def handle_endtag(self, tag):
-        self._into = None if tag in ("td", "th", "h1", "h2") else self._into
+        self._into = None if tag in ("td", "th", "h1", "h2", "h3") else self._into
 
     def handle_data(self, data):
         if self._into is not None:
             self._into[-1] += data
 
 
-@pytest.fixture(scope="module")
-def written(tmp_path_factory):
-    """A page of made-up results, with predictions, a schedule of one's own and text that must be escaped."""
-    folder = tmp_path_factory.mktemp("report")
-    own = folder / "mine.json"
-    own.write_text(Schedule("mine", 4, 1, build("chain", 4).rounds).to_json())
-    name = in_process("schedule", own).stdout.split(",")[0]
-    keys = made_results.keys((*SCHEMES, name), tokens=[0], what="reduce")
-    emulated = {"TREEATTN_EMULATED": "--nodes 2 --delay 1ms"}
-    lines = [made_results.run_line(warning="<script>alert(1)</script>", environment=emulated)]
-    estimate = asdict(Estimate(100.0, 90.0, 110.0, 1.0, 0.9, 1.1))
-    lines += [made_results.point_line(k, n, estimate=estimate) for k in keys for n in range(6)]
-    path, out = folder / "r.jsonl", folder / "report.html"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    two = {name: plot.FIGURES[name] for name in ("time", "predicted")}
-    with mock.patch.object(plot, "FIGURES", two):  # of the others a test of its own draws each
-        done = in_process("report", path, "--schedule", own, "--out", out, "--title", "A & B")
-    assert done.returncode == 0, done.stderr
-    return path, name, out
+@pytest.fixture
+def made(tmp_path):
+    """Made-up results, with predictions, a schedule of one's own and text that must be escaped."""
+    own = Schedule("mine", 4, 1, build("chain", 4).rounds)
+    fields = {
+        "warning": "<script>alert(1)</script>", "environment": {"TREEATTN_EMULATED": "--nodes 2 --delay 1ms"},
+        "predicted_us": 100.0, "predicted_low_us": 90.0, "predicted_high_us": 110.0,
+    }  # fmt: skip
+    path = made_results.write(tmp_path / "r.jsonl", made_results.keys(SCHEMES, [0]), **fields)
+    return made_results.write(path, made_results.keys(["mine@1"], [0]), schedule=own.to_json(), **fields)
 
 
-def test_all_that_was_found_is_there_and_nothing_is_fetched(written):
-    path, name, out = written
+def test_all_that_was_found_is_there_and_nothing_is_fetched(made, tmp_path):
+    out = tmp_path / "report.html"
+    in_process("report", made, "--out", out, "--title", "A & B")
     text = out.read_text()
     page = Parsed(text)
     assert page.headings[0] == "A & B"
-    for heading in (
-        "Machines",
-        "Method",
-        "Figures",
-        "Schedules",
-        "To reproduce",
-    ):
-        assert heading in page.headings
+    assert {"Machines", "Method", "Measured", "Figures", "Schedules", "To reproduce"} <= set(page.headings)
     assert page.sources
     assert all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
     assert "http" not in re.sub(r"base64,[\w+/=]+", "", text)
-    assert "<script>alert" not in text
-    assert "Predicted against measured, " in text
-    measured = next(table for table in page.tables if "median" in table[0])
-    column = measured[0].index("median")
-    shown = {row[0]: float(row[column].replace(",", "")) for row in measured[1:]}
-    found = {s.key.label: s.times["completion"].median for s in results.summarise(results.read(path))}
-    assert shown == pytest.approx(found, rel=0.01)
-    answers = next(table for table in page.tables if "verdict" in table[0])
-    assert {row[0] for row in answers[1:]} == {"ring", "chain", "binary_tree", name}
-    assert "jobs/emulated_cluster --nodes 2 --delay 1ms -- mpiexec -n 4 " in text
-    assert "treeattn report r.jsonl --schedule mine.json --out report.html" in text
-    assert "of one launch" in text
-    for scheme in ("ring", "chain", name):
-        assert f"{scheme} on 4 ranks, step by step" in text
+    assert "<script>" not in text
+    measured = next(table for table in page.tables if "verdict" in table[0])
+    shown = {row[0]: (row[measured[0].index("µs")], row[measured[0].index("ratio")]) for row in measured[1:]}
+    found = summarise(rows.read(made))
+    assert shown == {one["label"]: (f"{one['time_us']:.1f}", f"{one['ratio']:.2f}") for one in found}
+    fastest = found[0]
+    assert f"{fastest['label']} is fastest, {fastest['time_us']:,.1f} µs, {fastest['ratio']:.2f}" in text
+    assert "jobs/emulated_cluster --nodes 2 --delay 1ms -- mpiexec -n 4 treeattn compare" in text
+    assert "treeattn report r.jsonl --out report.html" in text
+    for scheme in ("ring", "chain", "mine@1"):
+        assert f"{scheme} on 4 ranks" in page.headings
 
 
-def test_what_cannot_be_read_or_drawn_is_said(written, tmp_path, monkeypatch):
-    monkeypatch.setattr(draw, "problem", lambda: "figures need <matplotlib>")
-    path, name, _ = written
+def test_what_is_wrong_is_said(tmp_path):
     out = tmp_path / "r.html"
-    broken = tmp_path / "broken.jsonl"
-    broken.write_text(path.read_text() + "\nnot a line\n")
-    in_process("report", broken, "--out", out, code=1)
+    path = made_results.write(tmp_path / "r.jsonl", made_results.keys(["chain"], [0]), same_bits=False)
+    failed = made_results.keys(["<ring>"], [0])
+    made_results.write(path, failed, 1, time_us=None, error="needs 8 ranks & more")
+    in_process("report", path, "--out", out, code=1)
     text = out.read_text()
-    assert f"{name}: a schedule of one&#x27;s own: give its file with --schedule" in text
-    assert "not a result line" in text
-    assert "figures need &lt;matplotlib&gt;" in text
-    (tmp_path / "none.jsonl").write_text("")
-    in_process("report", tmp_path / "none.jsonl", "--out", out, code=2)
+    assert "chain: ranks ended with different bits" in text
+    assert "&lt;ring&gt; (reduce, 4 ranks, 8,320 bytes" in text
+    assert "needs 8 ranks &amp; more" in text
 
 
-@pytest.mark.deep
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is at hand")
-def test_a_click_sorts_in_a_browser(written, tmp_path):
-    """The columns of medians and of schemes, up and down, as numbers and as words."""
-    page = tmp_path / "clicked.html"
-    click = """<script>
-      const shown = [];
-      const table = [...document.querySelectorAll("table")].find(t => t.textContent.includes("median"));
-      for (const name of ["median", "median", "scheme"]) {
-        const head = [...table.querySelectorAll("th")].find(h => h.textContent === name);
-        head.click();
-        shown.push([...table.tBodies[0].rows].map(row => row.cells[head.cellIndex].textContent));
-      }
-      document.body.dataset.shown = JSON.stringify(shown);
-    </script>"""
-    page.write_text(written[2].read_text().replace("</body>", f"{click}</body>"))
-    words = (
-        CHROMIUM,
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={tmp_path}",
-        "--dump-dom",
-    )
-    done = subprocess.run([*words, page.as_uri()], capture_output=True, text=True, timeout=300)
-    found = re.search(r'data-shown="([^"]*)"', done.stdout)
-    assert found, done.stderr[-2000:]
-    up, down, names = json.loads(found[1].replace("&quot;", '"').replace("&amp;", "&"))
-    numbers = [float(text.replace(",", "")) for text in up]
-    assert numbers == sorted(numbers)
-    assert len(set(numbers)) > 3
-    assert down == up[::-1]
-    assert names == sorted(names)
+def test_a_file_that_is_none_and_an_empty_one(tmp_path):
+    (tmp_path / "none.jsonl").write_text("not a line\n")
+    assert "not a row" in in_process("report", tmp_path / "none.jsonl", "--out", "r.html", code=2).stderr
+    (tmp_path / "empty.jsonl").write_text("")
+    done = in_process("report", tmp_path / "empty.jsonl", "--out", tmp_path / "r.html", code=2)
+    assert "hold no rows" in done.stderr
+
+
+def test_without_jinja(made, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    done = in_process("report", made, "--out", tmp_path / "r.html", code=1)
+    assert "jinja2 is missing" in done.stderr
+    assert "pip install '.[study]'" in done.stderr

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.cluster.conftest import missing_for_delays
-from treeattn.study.compare import results
+from treeattn.study.compare.rows import read
 
 from .launch import ROOT, mpiexec
 
@@ -46,7 +46,7 @@ def test_the_walk_leads_from_where_ranks_are_to_a_schedule_made_for_them(tmp_pat
     for step in steps.split():
         assert f"treeattn {step}" in commands
     assert "--scheme auto" in commands
-    for picture in ("timeline.svg", "pairs.svg", "figures/predicted-reduce.svg"):
+    for picture in ("timeline.svg", "pairs.svg", "figures/predicted.svg"):
         ElementTree.parse(tmp_path / picture)
     assert ": took " in printed
     assert "tuned@" in printed
@@ -59,19 +59,13 @@ def test_from_an_own_schedule_to_a_report_on_an_emulated_cluster(tmp_path):
     python = f"{sys.executable} jobs/emulated_cluster"
     _, printed = walked(ROOT / "docs/emulated-cluster.md", tmp_path, **{"sudo jobs/emulated_cluster": python})
     (name,) = set(re.findall(r"pairs@[0-9a-f]{6}", printed))
-    found = results.read(tmp_path / "measured.jsonl")
-    assert found.problems == []
-    (run,) = found.runs.values()
-    assert [rank.host for rank in run.ranks] == ["node0", "node0", "node1", "node1"]
+    found = read(tmp_path / "measured.jsonl")
+    assert {row.hosts for row in found} == {"node0,node1"}
     schemes = {name, "ring", "recursive_doubling", "hierarchical"}
-    predicted = {point.key.scheme for point in found.points if point.estimate}
-    assert predicted == schemes
-    for point in found.points:
-        assert point.key.scheme not in schemes or point.error_out <= point.bound_out
+    assert {row.scheme for row in found if row.predicted_us} == schemes
+    assert not any(row.wrong for row in found)
     text = (tmp_path / "report.html").read_text()
-    for part in (f"{name} on 4 ranks, step by step", "Predicted against measured", "verdict", "To reproduce"):
+    for part in (f"{name} on 4 ranks", "is fastest", "verdict", "To reproduce"):
         assert part in text
-    rows = (tmp_path / "measured.csv").read_text().splitlines()
-    assert len(rows) == 1 + sum(len(point.samples) for point in found.points)
-    for figure in ("time-reduce.pdf", "predicted-reduce.pdf"):
+    for figure in ("time.pdf", "predicted.pdf"):
         assert (tmp_path / "figures" / figure).read_bytes().startswith(b"%PDF")

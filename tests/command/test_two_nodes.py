@@ -10,7 +10,7 @@ import pytest
 
 from treeattn import mpi_library
 from treeattn.collectives.clusters import description
-from treeattn.study.compare import results
+from treeattn.study.compare.rows import SUM, read
 
 from .launch import ROOT, in_process, mpiexec, treeattn
 
@@ -53,24 +53,20 @@ def test_topology_of_uneven_nodes(tmp_path):
     assert {"sockets", "numa", "cards", "gpus"} <= set(facts["ranks"][0])
 
 
-def test_compare_by_size_some_ranks_of_each_node(tmp_path):
-    """Blocks may end with the answer."""
+def test_compare_by_size(tmp_path):
     out = tmp_path / "r.jsonl"
-    words = ("--bytes", "64:1Ki:x16", "--ranks-per-node", 1, "--warmup", 2, "--out", out, "--wide")
-    effort = ("--iterations", 3, "--seconds", 0.001, "--repetitions", 9, "--stop-early")
-    done = over_two_nodes("compare", "--schemes", "ring", *words, *effort)
-    found = results.read(out)
-    assert found.problems == []
-    shapes = {(p.key.what, p.key.heads, p.key.head_dim, p.key.place) for p in found.points}
-    assert shapes == {("reduce", *size, (2, 1)) for size in ((1, 16), (2, 128))}
-    assert results.version(*found.used()[0]).endswith(", ranks 1+1")
-    for point in found.points:
-        assert point.warmup == 2
-        assert len(point.of_ranks) == point.key.ranks
-        assert 0 < max(point.of_ranks) <= max(point.samples["slowest"])
-    assert "a rank's" in done.stdout
-    assert "looked for after 8, 16, 32" in done.stdout
-    assert {row.times["completion"].blocks for row in results.summarise(found)} <= {8, 9}
+    words = ("--bytes", "64:1Ki:x16", "--seconds", 0.001, "--repetitions", 2, "--out", out)
+    over_two_nodes("compare", "--schemes", "ring,mpi_allreduce", *words)
+    rows = read(out)
+    assert {(row.what, row.heads, row.head_dim) for row in rows} == {("reduce", 1, 16), ("reduce", 2, 128)}
+    assert {tuple(row.nodes) for row in rows} == {(0, 0, 1, 1)}
+    for row in rows:
+        assert 0 < row.least_us <= row.mean_us <= row.slowest_us
+        if row.scheme == "ring":
+            assert row.messages_intra > 0
+            assert row.messages_inter > 0
+        if row.scheme == SUM:
+            assert (row.messages_inter, row.bytes_library) == (None, None) or row.bytes_library > 0
 
 
 def test_calibrate_and_those_who_read_its_file(tmp_path):
@@ -98,19 +94,17 @@ def test_calibrate_and_those_who_read_its_file(tmp_path):
     done = in_process("simulate", "--cluster", here, "--ranks", 4, "--schemes", "ring,hierarchical")
     assert "calibrated with" in done.stdout
 
-    words = ("--seq-len", 4096, "--heads", 4, "--seconds", 0.01, "--repetitions", 1, "--out", lines)
-    schemes = ("--schemes", "hierarchical,mpi_allreduce")
+    words = ("--seq-len", 4096, "--bytes", 2080, "--heads", 4, "--seconds", 0.01, "--repetitions", 1)
+    schemes = ("--schemes", "hierarchical,mpi_allreduce", "--out", lines)
     said = " ".join(in_process("compare", *schemes, *words, TREEATTN_CLUSTER=str(here)).stdout.split())
     assert "predicted: on here (TREEATTN_CLUSTER): 2 x 2 ranks, calibrated with" in said
-    assert "Predicted against measured, 2 times: median" in said
+    assert "predicted against measured, 2 times: median" in said
     assert "95 % intervals hold errors of prices" in said
-    points = [line for line in map(json.loads, lines.read_text().splitlines()) if line["kind"] == "point"]
-    estimates = {(line["key"]["what"], line["key"]["scheme"]): line.get("estimate") for line in points}
-    assert {scheme for (_, scheme), estimate in estimates.items() if estimate} == {"hierarchical"}
-    step, reduction = (estimates[what, "hierarchical"] for what in ("decode", "reduce"))
-    assert step["time"] > reduction["time"] > 0
-    for estimate in (step, reduction):
-        assert estimate["low"] < estimate["time"] < estimate["high"]
+    known = {(row.what, row.scheme): row for row in read(lines) if row.predicted_us is not None}
+    assert known.keys() == {("decode", "hierarchical"), ("reduce", "hierarchical")}
+    assert known["decode", "hierarchical"].predicted_us > known["reduce", "hierarchical"].predicted_us > 0
+    for row in known.values():
+        assert row.predicted_low_us < row.predicted_us < row.predicted_high_us
 
 
 @pytest.mark.deep

@@ -24,7 +24,7 @@ def prepared(folder: Path) -> Path:
     """With what the commands of the table read."""
     write_model(folder, "tied")
     written(folder / "drafts.safetensors")
-    words = "compare --schemes chain,ring --what reduce --heads 4 --head-dim 16 --repetitions 1 --out"
+    words = "compare --schemes chain,ring --bytes 288 --head-dim 16 --repetitions 1 --out"
     treeattn(*words.split(), folder / "results.jsonl")
     partial = {"out": np.ones((4, 16), np.float32), "lse": np.ones(4, np.float32)}
     (folder / "partial.safetensors").write_bytes(files.save_tensors(partial, {}))

@@ -24,7 +24,7 @@ _SMALL = "--seq-len 512 --heads 4 --kv-heads 2 --head-dim 32"
 #: Commands whose ranks wait for one another; {tmp} holds a model, drafts, and what is written.
 TOGETHER = {
     "calibrate": "calibrate --seconds 2 --out {tmp}/prices.toml",
-    "compare": f"compare --schemes chain,kv_ring --what decode {_SMALL} --repetitions 3",
+    "compare": f"compare --schemes chain,kv_ring {_SMALL} --repetitions 3",
     "decode": f"decode {CACHE} --check --repeat 200",
     "generate": "generate --model {tmp} --prompt-ids 1,2,3,4,5,6,7,8 -n 8",
     "paper": "paper latency",
@@ -208,10 +208,9 @@ def griefs() -> Iterator[tuple[Grief, str, str]]:
 WRITERS = {
     "calibrate": "--seconds 1 --out {tmp}/prices.toml",
     "check-partials": "{tmp}/partial.safetensors",
-    "compare": f"--schemes chain --what reduce {_SMALL} --repetitions 1 --iterations 3",
+    "compare": "--schemes chain --bytes 1Ki --repetitions 1",
     "decode": CACHE,
     "doctor": "",
-    "export": "{tmp}/results.jsonl --format csv",
     "generate": "--model {tmp} --prompt-ids 1,2,3,4,5,6,7,8 -n 2",
     "paper": "latency",
     "plot": "{tmp}/results.jsonl",
@@ -224,7 +223,6 @@ WRITERS = {
     "topology": "",
     "tune": "--cluster dgx-h100 --ranks 16",
     "verify": "{tmp}/drafts.safetensors",
-    "visible": "",
 }
 #: Options that name what a command writes, and files where their ending counts.
 WRITES = ("--out", "--json")
@@ -237,7 +235,6 @@ FILES = {
     ("schedule", "--out"): "ring.svg --format svg",
     ("simulate", "--out"): "timeline.svg --format svg --schemes ring",
     ("tune", "--out"): "fastest.json",
-    ("visible", "--out"): "visible.svg --format svg",
 }
 
 
@@ -262,14 +259,6 @@ ELSEWHERE = (
     Elsewhere(
         "one rank alone gets SIGINT, SIGTERM or SIGHUP", "as where all do",
         "command/test_interrupted.py::test_a_rank_that_is_interrupted_alone_knows_what_is_kept",
-    ),
-    Elsewhere(
-        "two jobs write one results file", "`another run is appending to it`, exit code 2, of the second",
-        "command/test_compare_command.py::test_two_runs_at_once",
-    ),
-    Elsewhere(
-        "two jobs share a run folder under Slurm", "the same",
-        "slurm/test_jobs.py::test_two_jobs_with_one_results_file"
     ),
     Elsewhere(
         "two jobs save one cache", "`another job is saving a cache there`, of the second",

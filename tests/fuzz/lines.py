@@ -30,20 +30,16 @@ simulate --cluster dgx-h100 --ranks 8 --tokens 64k --kv-heads 4 --heads 8 --head
 simulate --cluster laptop --ranks 2 --placement 0+2 --arrivals 0+1us --schemes chain --format trace --out c
 simulate --list
 tune --cluster laptop --ranks 4 --placement cyclic --executor slots --moves 20 --seed 3 --out b.json
-visible --tokens 24 --ranks 3 --layout zigzag --queries 3,17 --causal --window 4,0 --leading 2 --softcap 5
-visible --tokens 9 --ranks 2 --layout sizes=4,5 --format svg --out a.svg
-plot results.jsonl --figures time,relative --format svg,png --width 3in --no-title --baseline kv_ring --out f
-export results.jsonl --format csv --out a.csv
-report results.jsonl --schedule own.json --title x --baseline kv_ring --out a.html
+plot results.jsonl --figures time,relative --format svg,png --width 3in --baseline kv_ring --out f
+report results.jsonl --title x --baseline kv_ring --out a.html
 decode cache.safetensors --scheme hierarchical:nodes=1 --layout zigzag
 decode cache.safetensors --repeat 2 --reproducible tokens --out a.safetensors --json a.json
 verify drafts.safetensors --scheme ring --layout zigzag --owner round_robin --repeat 2 --out a.safetensors
 generate --model . --prompt-ids 1,2,3 -n 3 --draft ngram
 generate --model . --prompt-ids 1,2,3,4,5,6 --weights sharded --decode kv_ring
-compare --schemes chain,ring --what reduce --heads 2,4 --head-dim 16 --repetitions 1 --iterations 3 --out b
-export b --format nccl-tests --scheme chain
-compare --schemes chain --what decode --seq-len 64:256:x2 --batch 1 --queries 2 --repetitions 1 --iterations 3
-compare --what reduce --bytes 1Ki,4Ki --arrivals random:5us --wire bfloat16 --repetitions 1 --iterations 3
+compare --schemes chain,ring --bytes 144,288 --head-dim 16 --repetitions 1 --out b
+compare --schemes chain --seq-len 64:256:x2 --batch 1 --queries 2 --repetitions 1
+compare --bytes 1Ki,4Ki --dtype float64 --seconds 0.01 --repetitions 1
 check-partials partial.safetensors --whole partial.safetensors --base 2
 schemes --wide
 """.strip().splitlines()

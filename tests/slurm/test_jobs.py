@@ -17,10 +17,10 @@ import pytest
 from .conftest import CACHE, NODES, ROOT, lines, numbers, placed
 
 SIZE = "--nodes=2 --ntasks-per-node=2"
-SHORT = ("--schemes", "hierarchical", "--what", "reduce", "--repetitions", 2, "--heads", 4, "--head-dim", 16)
-# Four points that are measured for so many seconds each, however fast the machine is.
-TIMED = ("--schemes", "hierarchical,bine", "--what", "reduce", "--heads", 4, "--head-dim", 16,
-         "--repetitions", 10000, "--seconds", 1000, "--patience")  # fmt: skip
+SHORT = ("--schemes", "hierarchical", "--bytes", 288, "--repetitions", 2, "--head-dim", 16)
+# Six points that are measured for ten seconds each, however fast the machine is.
+TIMED = ("--schemes", "hierarchical,bine,ring,chain,binary_tree", "--bytes", 288, "--head-dim", 16,
+         "--repetitions", 10000, "--seconds", 1000)  # fmt: skip
 
 
 def test_every_script(slurm, model):
@@ -45,8 +45,8 @@ def test_every_script(slurm, model):
     decoded = json.loads((slurm.run(jobs["decode"]) / "results.json").read_text())
     assert all(row["passed"] and row["errors"] for row in decoded["results"])
     compared = [jobs["compare"], *tasks]
-    assert [len(lines(slurm.run(job))[0]["ranks"]) for job in compared] == [4, 2, 4, 4, 4]
-    tokens = [{line["key"]["tokens"] for line in lines(slurm.run(job))[1:]} for job in tasks[2:]]
+    assert [lines(slurm.run(job))[0]["ranks"] for job in compared] == [4, 2, 4, 4, 4]
+    tokens = [{row["tokens"] for row in lines(slurm.run(job))} for job in tasks[2:]]
     assert tokens == [{4000}, {8000}]
     if slurm.mpi == "mpich":  # drawing takes long, and results are the same with each
         collected(slurm, [slurm.run(job) for job in nodes])
@@ -97,29 +97,27 @@ def test_mpiexec_within_a_job_asks_slurm_for_its_nodes(slurm):
 
 def test_a_job_cut_off_by_its_time_limit_goes_on(mpich):
     """Slurm looks every half minute: of a minute, the warning comes after 10 to 40 seconds."""
-    job = mpich.submit(f"{SIZE} --time=1 --signal=B:TERM@20", "compare_schemes", *TIMED, 11)
+    job = mpich.submit(f"{SIZE} --time=1 --signal=B:TERM@20", "compare_schemes", *TIMED)
     facts = mpich.done(job)
     assert int(facts["Restarts"]) >= 1
     assert (mpich.run(job) / "status").read_text() == "done\n"
     starts = (mpich.run(job) / "command").read_text().splitlines()
     assert len(starts) == int(facts["Restarts"]) + 1
     assert_goes_on_from_what_is_kept(lines(mpich.run(job)))
-    assert len({line["key"]["scheme"] for line in lines(mpich.run(job)) if line["kind"] == "point"}) == 4
+    assert len({row["scheme"] for row in lines(mpich.run(job))}) == 6
 
 
 def assert_goes_on_from_what_is_kept(results):
     """Starts add to one file: what an earlier one measured stays, and no block is measured twice."""
-    runs = [line["run"] for line in results if line["kind"] == "run"]
-    points = [line for line in results if line["kind"] == "point"]
-    assert len(runs) > 1
-    assert points[0]["run"] != runs[-1]
-    measured = [(point["key"]["scheme"], point["repetition"]) for point in points]
+    assert len({row["run"] for row in results}) > 1
+    assert results[0]["run"] != results[-1]["run"]
+    measured = [(row["scheme"], row["repetition"]) for row in results]
     assert len(measured) == len(set(measured))
 
 
 def test_a_task_of_an_array_that_is_cut_off_leaves_the_others_alone(mpich):
     """That task whose number is the array's: what is said of the number is meant for all of them."""
-    array = mpich.submit(f"{SIZE} --array=0-1", "scale_ranks", "4,4", *TIMED, 3)
+    array = mpich.submit(f"{SIZE} --array=0-1", "scale_ranks", "4,4", *TIMED)
     tasks = {f"{array}_{task}": begins_to_measure(mpich, f"{array}_{task}") for task in (0, 1)}
     (first,) = [task for task, facts in tasks.items() if facts["JobId"] == str(array)]
     assert mpich.command("scancel", "--batch", "--signal=TERM", first).returncode == 0
@@ -136,7 +134,7 @@ def begins_to_measure(slurm, job: int | str) -> dict[str, str]:
 
 
 def test_a_job_that_is_cancelled_stays_so(mpich):
-    job = mpich.submit(SIZE, "compare_schemes", *TIMED, 60)
+    job = mpich.submit(SIZE, "compare_schemes", *TIMED)
     begins_to_measure(mpich, job)
     assert mpich.command("scancel", job).returncode == 0
     status = mpich.run(job) / "status"
@@ -146,14 +144,14 @@ def test_a_job_that_is_cancelled_stays_so(mpich):
 
 
 def test_a_job_survives_the_death_of_a_node(mpich):
-    job = mpich.submit(SIZE, "compare_schemes", *TIMED, 4)
+    job = mpich.submit(SIZE, "compare_schemes", *TIMED)
     _, second = numbers(begins_to_measure(mpich, job)["NodeList"])
     die(second)
     facts = mpich.done(job)
     assert facts["Restarts"] == "1"
     assert second not in numbers(facts["NodeList"])
     assert_goes_on_from_what_is_kept(lines(mpich.run(job)))
-    hosts = [placed(line["ranks"]) for line in lines(mpich.run(job)) if line["kind"] == "run"]
+    hosts = list(dict.fromkeys(row["hosts"] for row in lines(mpich.run(job))))
     assert len(hosts) == 2
     assert second in hosts[0]
     assert second not in hosts[1]
@@ -203,17 +201,6 @@ def test_a_partition_that_is_not_there(mpich):
     assert "invalid partition specified: nowhere" in done.stderr
 
 
-def test_two_jobs_with_one_results_file(mpich):
-    shared = {"TREEATTN_RUN": str(mpich.folder / "shared")}
-    holder = mpich.submit(SIZE, "compare_schemes", *TIMED, 60, **shared)
-    mpich.wait(holder, lambda _: (mpich.folder / "shared/results.jsonl").exists())
-    other = mpich.submit(SIZE, "compare_schemes", *SHORT, **shared)
-    assert mpich.ended(other)["ExitCode"] == "2:0"
-    assert len([line for line in lines(mpich.folder / "shared") if line["kind"] == "run"]) == 1
-    mpich.command("scancel", holder)
-    mpich.ended(holder)
-
-
 @pytest.fixture
 def small_disk(tmp_path):
     """Scratch space of 40 KiB on node0 alone."""
@@ -226,12 +213,12 @@ def small_disk(tmp_path):
 
 def test_a_full_scratch_disk(mpich, small_disk):
     options = f"{SIZE} --nodelist={NODES[0]}"
-    job = mpich.submit(options, "compare_schemes", *TIMED, 60, TREEATTN_RUNS=str(small_disk))
+    job = mpich.submit(options, "compare_schemes", *TIMED, TREEATTN_RUNS=str(small_disk))
     assert mpich.ended(job)["JobState"] == "FAILED"
     assert os.strerror(errno.ENOSPC) in mpich.said(job)
     (run,) = small_disk.iterdir()
     kept = (run / "results.jsonl").read_text()
-    assert len([line for line in kept.split("\n")[:-1] if json.loads(line)["kind"] == "point"]) > 3
+    assert len([json.loads(line) for line in kept.split("\n")[:-1]]) > 3
 
 
 def test_the_checkout_is_where_scripts_are_submitted_from(mpich):

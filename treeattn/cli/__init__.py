@@ -1,4 +1,4 @@
-"""The ``treeattn`` command. On several ranks only rank 0 prints, and every rank exits with the same code.
+"""The ``treeattn`` command. Under MPI only rank 0 prints, and every rank exits with the same code.
 
 Exit codes: 0 done; 2 bad arguments or input (message on stderr, nothing written); 124 a wait for other ranks
 reached its limit; 130 interrupted; 143 ended by SIGTERM, 129 by SIGHUP; 1 anything else, as a rank that dies.
@@ -66,7 +66,7 @@ def _summaries() -> dict[str, str]:
     return found
 
 
-_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "show_default": True}
+_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
 
 
 @click.group(cls=_Commands, context_settings=_SETTINGS)
@@ -74,9 +74,8 @@ _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "show_defaul
 @click.pass_context
 def commands(context: click.Context) -> None:
     """Exact attention decode over a KV cache sharded across MPI ranks."""
-    asked = {context.invoked_subcommand, *context.obj}
-    if launch.launched_as()[1] > 1 and asked.isdisjoint({"doctor", *_SETTINGS["help_option_names"]}):
-        communicators.intracomm(None)  # where ranks do not find each other, each would answer as one alone
+    if launch.launched_as()[1] > 1 and context.invoked_subcommand != "doctor":  # which tells it in its table
+        communicators.world()
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -141,6 +140,5 @@ def _show_warning(message: Warning | str, *_: Any) -> None:
 
 
 def _run(arguments: list[str] | None) -> int:
-    words = sys.argv[1:] if arguments is None else arguments
-    result: Any = commands.main(args=words, prog_name="treeattn", standalone_mode=False, obj=words)
+    result: Any = commands.main(args=arguments, prog_name="treeattn", standalone_mode=False)
     return result if isinstance(result, int) else 0

@@ -15,7 +15,6 @@ from treeattn.collectives.clusters import description
 from treeattn.errors import ArgumentError
 from treeattn.report import Column, Report
 from treeattn.study import environment
-from treeattn.study.compare.clock import Clock
 from treeattn.study.intervals import words
 from treeattn.study.paper import EXPERIMENTS, Table, shown
 from treeattn.study.paper.experiment import MACHINE
@@ -45,7 +44,7 @@ def command(experiments: tuple[str, ...], listing: bool, ranks_free: bool, outpu
     chosen = [name for name in EXPERIMENTS if not experiments or name in experiments]
     world = None if ranks_free else options.world()
     output.open(world=world)
-    run = None if world is None else environment.job(Clock(world), {"experiments": list(experiments)})
+    run = None if world is None else environment.machine(world)
     measured: dict[str, list[Table]] = {name: [] for name in chosen}
     for name in chosen:
         experiment = EXPERIMENTS[name]

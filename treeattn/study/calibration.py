@@ -31,7 +31,6 @@ from treeattn.errors import ArgumentError
 from treeattn.study import environment
 from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.loop import Loop
-from treeattn.study.statistics import describe
 
 HEAD_DIM = 128
 _BLOCKS, _WARMUP, _FEWEST, _MOST = 4, 3, 4, 100
@@ -82,7 +81,7 @@ def calibrate(
     reading = bench.reading()
     if comm.rank:
         return None
-    medians = {probe: describe(samples[probe]).median for probe in wanted}
+    medians = {probe: float(np.median([np.median(block) for block in samples[probe]])) for probe in wanted}
     drift = float(np.median([np.median(of[-1]) / np.median(of[0]) for of in samples.values()]))
     fitted = fit(shape, places, bench.record_bytes, medians)
     cluster = _kept(fitted.cluster)
@@ -119,7 +118,7 @@ class _Bench:
     def __init__(self, comm: MpiCommunicator, executor: str | None, seconds: float) -> None:
         self._comm, self._seconds = comm, seconds
         self._oversubscribed = environment.node_load(environment.placement(comm)) is not None
-        self._loop = Loop(comm, Clock(comm), self._oversubscribed, seed=0)
+        self._loop = Loop(comm, Clock(comm), self._oversubscribed)
         self._operator = MergeOperator(HEAD_DIM)
         self.record_bytes = 4 * self._operator.width
         self.executor = self._chosen(executor)

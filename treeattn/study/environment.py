@@ -8,18 +8,11 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterable
-from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from treeattn import communicators, launch, mpi_library
-from treeattn.backends.cpu import compile
-from treeattn.collectives.runtime.communicator import Communicator, kernel
-
-if TYPE_CHECKING:
-    from treeattn.study.compare.clock import Clock
-    from treeattn.study.compare.schema import Place
+from treeattn.collectives.runtime.communicator import MpiCommunicator, kernel
 
 # Variables that change what is measured; others may hold secrets and are nobody's business.
 _PREFIXES = (
@@ -28,7 +21,6 @@ _PREFIXES = (
 )  # fmt: skip
 # Of those, what names files of this machine alone.
 _PLACES = ("_agent", "_hostfile")
-_GPU_QUERY = ("--query-gpu=name,driver_version,clocks.sm,power.limit", "--format=csv,noheader")
 
 
 def cpu_name() -> str:
@@ -52,13 +44,13 @@ def software() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: installed_version(name) for name in names},
-        "mpi": None if launch.launched().launcher == launch.TORCHRUN else mpi_library.version(),
+        "mpi": mpi_library.version(),
         "git": _git_revision(),
         "command": [_program(sys.argv[0]), *sys.argv[1:]],
     }
 
 
-def placement(comm: Communicator) -> list[dict[str, Any]]:
+def placement(comm: MpiCommunicator) -> list[dict[str, Any]]:
     """One entry per rank: host, node, machine, CPU and usable cores. Collective; the same list on every rank.
 
     Nodes may be of one machine (containers, emulated nodes) and then share its cores: ``machine_cores`` are
@@ -84,38 +76,16 @@ def _machine(own: str, everyone: list[tuple[dict[str, Any], str, set[int]]]) -> 
     return {"machine": kernels.index(own), "machine_cores": len(together)}
 
 
-def job(clock: Clock, options: dict[str, Any], places: Iterable[Place] = ()) -> dict[str, Any]:
-    """The fields of a `treeattn.study.compare.schema.Run`. Collective; the same on every rank but for what
-    only rank 0 may ask.
-
-    places: which ranks measure while the others sleep; by default all measure.
-    """
-    world = clock.comm
-    ranks = placement(world)
-    nodes = [entry["node"] for entry in ranks]
-    # Loads msgspec, which benchmarks of a GPU do without.
-    from treeattn.study.compare.schema import members
-
-    used = set().union(*(members(nodes, place) for place in places)) or range(len(ranks))
-    # Asked once: it starts processes, and reads the whole checkout.
-    known = world.bcast(software() | {"isa": compile.chosen_isa()} if world.rank == 0 else None)
+def variables() -> dict[str, str]:
+    """Those of the environment that change what is measured."""
     return {
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "software": known,
-        "ranks": ranks,
-        "gpu": (_said("nvidia-smi", *_GPU_QUERY) or "").splitlines() if world.rank == 0 else None,
-        "environment": {
-            name: value
-            for name, value in sorted(os.environ.items())
-            if name.startswith(_PREFIXES) and not name.endswith(_PLACES)
-        },
-        "clock": clock.facts(),
-        "options": options,
-        "warning": warning([ranks[rank] for rank in sorted(used)]),
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_PREFIXES) and not name.endswith(_PLACES)
     }
 
 
-def machine(comm: Communicator) -> dict[str, Any]:
+def machine(comm: MpiCommunicator) -> dict[str, Any]:
     """What a report says of where it was measured: its ranks, a warning, and on rank 0 the software.
 
     Collective.

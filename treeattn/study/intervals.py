@@ -19,11 +19,12 @@ import numpy as np
 from treeattn.collectives.clusters import uncertainty
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.uncertainty import BLIND, MEDIAN
-from treeattn.study.statistics import student
 
 #: Steps that are simulated where they differ by chance.
 DRAWS = 16
-_KINDS = 10  # of probes on all tiers, about so many, tell what `scatter` is
+# 97.5 percent points of Student's t: of 15 degrees of freedom, as draws have; of 10, as about so many kinds
+# of probes tell what `scatter` is.
+_T_15, _T_10 = 2.131, 2.228
 _LEAST = 1e-9  # microseconds: a step of one rank may take none
 
 #: Cluster, number of a draw of noise -> microseconds.
@@ -93,8 +94,8 @@ def estimates(
     together, alone = _model(cluster)
     covariance += together**2 + alone**2 * np.eye(len(timed))
     variances = np.diag(covariance)
-    reach = NormalDist().inv_cdf(0.975) if cluster.scatter is None else student(_KINDS)
-    reach = student(DRAWS - 1) if noisy else reach  # standard deviations from the middle to an end
+    reach = NormalDist().inv_cdf(0.975) if cluster.scatter is None else _T_10
+    reach = _T_15 if noisy else reach  # standard deviations from the middle to an end
     of_times = np.exp(reach * np.sqrt(variances))
     base = int(np.argmin(found)) if base is None else base
     ratios = np.exp(found - found[base])

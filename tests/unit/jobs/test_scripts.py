@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[3]
 JOBS = ROOT / "jobs"
 CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
 BIN = Path(sys.executable).parent
-SHORT = ("--schemes", "ring", "--what", "reduce", "--heads", "4", "--head-dim", "16", "--repetitions", "1")
+SHORT = ("--schemes", "ring", "--bytes", "288", "--head-dim", "16", "--repetitions", "1")
 SCRIPTS = {  # name -> what it is given
     "smoke": (),
     "decode": (CACHE,),

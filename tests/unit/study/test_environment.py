@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treeattn.study.environment import _machine, node_load
+from treeattn.study.environment import _machine, node_load, variables
 
 
 def entries(*hosts: tuple[str, str, set[int]]) -> list[dict]:
@@ -34,3 +34,11 @@ def test_nodes_of_one_kernel_share_its_cores():
 def test_machines_are_numbered_in_the_order_of_ranks():
     ranks = entries(("b", "k2", {0}), ("a", "k1", {0, 1}), ("b", "k2", {3}))
     assert [(entry["machine"], entry["machine_cores"]) for entry in ranks] == [(0, 2), (1, 2), (0, 2)]
+
+
+def test_files_of_this_machine_are_not_recorded(monkeypatch):
+    monkeypatch.setenv("OMPI_MCA_plm_rsh_agent", "/somewhere/remote_shell")
+    monkeypatch.setenv("MPICH_ANY", "1")
+    environment = variables()
+    assert environment["MPICH_ANY"] == "1"
+    assert "OMPI_MCA_plm_rsh_agent" not in environment

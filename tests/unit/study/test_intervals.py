@@ -16,10 +16,7 @@ from treeattn.collectives.clusters.description import Cluster, Executor, Tier, a
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError
-from treeattn.study.compare.results import Summary
-from treeattn.study.compare.schema import Key
-from treeattn.study.intervals import Estimate, estimates
-from treeattn.study.statistics import describe
+from treeattn.study.intervals import estimates
 
 RESULTS = Path(__file__).resolve().parents[3] / "docs" / "results"
 
@@ -97,22 +94,18 @@ def test_of_a_shipped_cluster_what_is_assumed_may_be_wrong_and_nothing_else():
     }
 
 
-def row(scheme, measured, estimate):
-    key = Key("reduce", scheme, 8, 0, 1, 1, 1, 1, 1, "float32")
-    facts = {"estimate": estimate, "compared_by": "completion"}
-    return Summary(key, "", 1, {"completion": describe([[measured]])}, facts)
-
-
 def test_how_good_predictions_were_is_summed_up():
-    """Of the first ratios are not counted; the third lies outside its interval."""
-    first = Estimate(10.0, 9.0, 11.0, 1.0, 1.0, 1.0)
-    second, third = Estimate(20.0, 18.0, 22.0, 2.0, 1.8, 2.2), Estimate(30.0, 27.0, 33.0, 3.0, 2.7, 3.3)
-    rows = [row("ring", 10.5, first), row("chain", 20.0, second), row("bine", 10.0, third)]
-    found = compare_table.accuracy([compare_table.pairs(rows)])
-    assert (found["rows"], found["within_25"]) == (3, pytest.approx(2 / 3))
+    """The third lies outside its interval."""
+    known = [("ring", 10.5, 10.0), ("chain", 20.0, 20.0), ("bine", 10.0, 30.0)]
+    rows = [
+        {"label": name, "time_us": time, "predicted_us": predicted, "predicted_low_us": 0.9 * predicted,
+         "predicted_high_us": 1.1 * predicted}
+        for name, time, predicted in known
+    ]  # fmt: skip
+    found = compare_table.accuracy([rows])
+    assert found["rows"] == 3
     assert found["median"] == pytest.approx(0.5 / 10.5)
     assert found["within_interval"] == pytest.approx(2 / 3)
-    assert found["ratio_within_interval"] == pytest.approx(1 / 2)
     assert found["worst_choice"] == pytest.approx(1.05)
     assert compare_table.accuracy([]) == {}
 

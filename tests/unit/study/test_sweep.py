@@ -2,50 +2,78 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from types import SimpleNamespace
 
+import made_results
 import pytest
 
 from treeattn import collectives
 from treeattn.collectives.runtime.reducer import Sent
-from treeattn.study.compare import measure
+from treeattn.errors import ArgumentError
+from treeattn.study.compare import measure, sweep
 from treeattn.study.compare.measure import Effort
-from treeattn.study.compare.sweep import Block, Sweep, keys
+from treeattn.study.compare.sweep import Block, blocks
 
-LISTS = {
-    "ranks": [4], "what": ["reduce", "decode"], "batch": [1], "queries": [1], "heads": [16], "kv_heads": [0],
-    "head_dim": [128], "dtype": ["bfloat16"], "wire": ["float32"], "arrivals": ["together"],
-    "tokens": [100, 200],
-}  # fmt: skip
+CASE = made_results.keys(["ring", "chain", "binary_tree"], [0])
 
 
-def test_a_reduction_has_no_length():
-    found = keys(["ring", "chain"], **LISTS)
-    assert [(key.what, key.tokens, key.scheme) for key in found] == [
-        ("reduce", 0, "ring"), ("reduce", 0, "chain"),
-        ("decode", 100, "ring"), ("decode", 100, "chain"), ("decode", 200, "ring"), ("decode", 200, "chain"),
-    ]  # fmt: skip
-    assert all(key.kv_heads == 16 for key in found)
+@pytest.fixture
+def bench(monkeypatch):
+    """One rank whose blocks take a second each; of "chain" nothing can be planned."""
+
+    class Bench:
+        def __init__(self, comm, effort, own):
+            pass
+
+        def problem(self, key):
+            if key.tokens == 13:
+                raise ArgumentError("no room")
+
+        def block(self, key, problem):
+            if key.scheme == "chain":
+                raise ArgumentError("not for these ranks")
+            return {"took_us": 1e6}
+
+    monkeypatch.setattr(sweep, "Bench", Bench)
+    return SimpleNamespace(bcast=lambda value: value)
 
 
-def test_rings_have_no_reduction_of_their_own():
-    found = keys(["kv_ring:rotation=full", "ring"], **LISTS)
-    assert [key.scheme for key in found if key.what == "reduce"] == ["ring"]
-
-
-def sweep(found, **changes):
-    return Sweep(found, **{"effort": Effort(20), "launch": 1, "seed": 0, "done": {}, **changes})
+def measured(comm, keys, **changes):
+    found = sweep.sweep(comm, keys, **{"effort": Effort(3), **changes})
+    return [(block.key.scheme, block.repetition, result) for block, result in found if result is not None]
 
 
 def test_schemes_change_places_in_each_repetition():
-    found = keys(["ring", "chain", "binary_tree"], **{**LISTS, "what": ["reduce"]})
-    blocks = sweep(found).blocks(found)
-    orders = [tuple(block.key.scheme for block in blocks[i : i + 3]) for i in range(0, 60, 3)]
+    plan = list(blocks(CASE, 20))
+    orders = [tuple(block.key.scheme for block in plan[i : i + 3]) for i in range(0, 60, 3)]
     assert len(set(orders)) > 3
-    assert blocks == sweep(found).blocks(found)  # the same on every rank
-    assert blocks != sweep(found, launch=2).blocks(found)
-    assert set(blocks) == {Block(key, repetition) for key in found for repetition in range(20)}
+    assert plan == list(blocks(CASE, 20))  # the same on every rank
+    assert set(plan) == {Block(key, repetition) for key in CASE for repetition in range(20)}
+
+
+def test_what_is_done_is_not_done_again_and_what_cannot_run_is_asked_once(bench):
+    done = {Block(CASE[0], 0): 5.0}
+    found = measured(bench, CASE, done=done)
+    ring = sorted(repetition for scheme, repetition, _ in found if scheme == "ring")
+    assert ring == [1, 2]
+    assert sum(scheme == "binary_tree" for scheme, *_ in found) == 3
+    assert [str(result) for scheme, _, result in found if scheme == "chain"] == ["not for these ranks"]
+
+
+def test_a_point_that_took_its_time_is_not_continued(bench):
+    """Patience counts over all runs."""
+    effort = Effort(3, patience=1.5)
+    assert len(measured(bench, CASE[:1], effort=effort)) == 2
+    assert measured(bench, CASE[:1], effort=effort, done={Block(CASE[0], 0): 2e6}) == []
+
+
+def test_inputs_without_room_are_told_of_every_scheme(bench):
+    keys = made_results.keys(["ring", "chain"], [13, 64])
+    found = measured(bench, keys)
+    assert [(scheme, str(result)) for scheme, _, result in found[:2]] == [
+        ("ring", "no room"), ("chain", "no room"),
+    ]  # fmt: skip
+    assert len(found) == 2 + 3 + 1
 
 
 @pytest.mark.parametrize(
@@ -58,58 +86,68 @@ def test_blocks_have_enough_iterations_where_patience_lasts(slowest, iterations)
     assert Effort(10, 7, 0.3, 10.0).count(slowest) == min(iterations, 7)
 
 
-def test_a_case_ends_where_nothing_is_left_to_ask():
-    """It is looked before the first block and after 8, 16, 32 .. repetitions."""
-
-    class Bench:
-        comm, loop = SimpleNamespace(rank=0, bcast=lambda told: told), SimpleNamespace(agree_on_slowest=float)
-
-        def problem(self, key):
-            return None
-
-        def block(self, key, problem, memory):
-            return {}
-
-    found = keys(["ring", "chain"], **{**LISTS, "what": ["reduce"]})
-    answers = iter([set(), {found[0]}, set(found), set(found)])
-    one = sweep(found, effort=Effort(40, stop_early=True), answered=lambda case: next(answers))
-    counted = Counter(block.key for block, point in one._run_case(Bench(), one.blocks(found)) if point)
-    assert counted == {found[0]: 8, found[1]: 16}
-
-
-def test_what_is_done_is_not_done_again():
-    found = keys(["ring", "chain"], **{**LISTS, "what": ["reduce"]})
-    done = dict.fromkeys(sweep(found).blocks(found)[:7], 5.0)
-    left = sweep(found, done=done).blocks(found)
-    assert len(left) == 33
-    assert not done.keys() & set(left)
-
-
 def test_payload_of_eq_14():
     """A ring sends 2 (p - 1) / p of the records from each rank when p divides them."""
     for scheme in ("ring", "reduce_scatter_gather"):
         counted = measure.scheduled_tiers(collectives.build(scheme, 4), 16, 130 * 4, ((0, 1), (2, 3)))
-        assert counted["intra"][1] + counted["inter"][1] == 2 * 3 * 16 * 130 * 4
-        assert counted["inter"][1] > 0
+        assert counted["bytes_intra"] + counted["bytes_inter"] == 2 * 3 * 16 * 130 * 4
+        assert counted["bytes_inter"] > 0
+
+
+def tiers(messages_intra, bytes_intra, messages_inter=0, bytes_inter=0):
+    return {"messages_intra": messages_intra, "bytes_intra": bytes_intra,
+            "messages_inter": messages_inter, "bytes_inter": bytes_inter}  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("sent", "groups", "tiers"),
+    ("sent", "groups", "found"),
     [
-        ([[(1, 10), (2, 20)], [(0, 5)], []], ((0, 1), (2,)), {"intra": [2, 15], "inter": [1, 20]}),
-        ([Sent(None, 7)] * 3, ((0, 1, 2),), {"intra": [None, 21], "inter": [0, 0]}),
-        ([Sent(None, 7)] * 3, ((0, 2), (1,)), {"intra": [0, 0], "inter": [0, 0], "unknown": [None, 21]}),
+        ([[(1, 10), (2, 20)], [(0, 5)], []], ((0, 1), (2,)), tiers(2, 15, 1, 20)),
+        ([Sent(None, 7)] * 3, ((0, 1, 2),), tiers(None, 21)),
+        ([Sent(None, 7)] * 3, ((0, 2), (1,)), {"bytes_library": 21}),
         ([None, None, None], ((0, 1, 2),), None),
     ],
 )
-def test_what_was_handed_over_by_tier(sent, groups, tiers):
-    class Ranks:
-        def allgather(self, mine):
-            return sent
-
-    assert measure.handed_over(Ranks(), sent[0], groups) == tiers
+def test_what_was_handed_over_by_tier(sent, groups, found):
+    ranks = SimpleNamespace(allgather=lambda mine: sent)
+    assert measure.handed_over(ranks, sent[0], groups) == found
 
 
 def test_chunks_without_rows_are_not_sent():
     counted = measure.scheduled_tiers(collectives.build("ring", 4), 1, 520, ((0, 1, 2, 3),))
-    assert counted == {"intra": [6, 6 * 520], "inter": [0, 0]}
+    assert counted == tiers(6, 6 * 520)
+
+
+class Step:
+    """Writes down what is done to it."""
+
+    records = "records"
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def __call__(self, *given: str) -> None:
+        self.log.append("step " + " ".join(given))
+
+    def fold(self) -> None:
+        self.log.append("fold")
+
+    def synchronize(self) -> None:
+        self.log.append("waited")
+
+
+@pytest.mark.parametrize(("tokens", "done"), [(64, "step q k v"), (0, "fold")])
+def test_the_clock_stops_when_the_gpu_is_done(tokens: int, done: str) -> None:
+    """And starts when it has nothing to do."""
+    step = Step()
+    memory = SimpleNamespace(
+        copy=lambda into, source: step.log.append(f"{into} of {source}"),
+        synchronize=lambda: step.log.append("idle"),
+    )
+    problem = SimpleNamespace(q="q", k="k", v="v", records="fresh", device=SimpleNamespace(memory=memory))
+    (key,) = made_results.keys(["ring"], [tokens], device="cuda", transport="nccl")
+    (part,), prepare = measure._calls(key, problem, step)
+    prepare()
+    part()
+    before = [] if tokens else ["records of fresh", "idle"]
+    assert step.log == [*before, done, "waited"]

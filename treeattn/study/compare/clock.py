@@ -64,15 +64,6 @@ class Clock:
         offset, error = self.comm.allgather(mine)[self._speaker]
         return Offset(offset, error, self.now())
 
-    def facts(self) -> dict[str, Any]:
-        """How well the ranks' clocks agree, for the results; errors in microseconds. Collective."""
-        return {
-            "source": "CLOCK_MONOTONIC of each machine",
-            "clocks": self.count,
-            "error": max(self.comm.allgather(self.compare().error)) / 1000,
-            "method": "one clock, read by all ranks" if self.count == 1 else "fastest of 30 round trips",
-        }
-
     def _ping(self, rank: int) -> tuple[int, int]:
         """(offset, error) of `rank`: rank 0's part of the exchange."""
         theirs = np.empty(1, np.int64)

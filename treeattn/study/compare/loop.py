@@ -17,7 +17,6 @@ from typing import NamedTuple
 import numpy as np
 
 from treeattn import mpi_library
-from treeattn.collectives.clusters.disturbance import TOGETHER, Arrivals
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.partial import Array
 from treeattn.study.compare.clock import Clock, Offset, on_common_clock
@@ -62,14 +61,12 @@ class Times(NamedTuple):
 class Loop:
     """Timed loops on `comm`. Creating it is collective.
 
-    oversubscribed: ranks outnumber cores, so whoever waits gives its core away. seed: of arrivals that are
-    drawn.
+    oversubscribed: ranks outnumber cores, so whoever waits gives its core away.
     """
 
-    def __init__(self, comm: MpiCommunicator, clock: Clock, oversubscribed: bool, seed: int) -> None:
+    def __init__(self, comm: MpiCommunicator, clock: Clock, oversubscribed: bool) -> None:
         self._comm, self._clock = comm, clock
         self._give_way: Callable[[], object] = os.sched_yield if oversubscribed else tuple
-        self._seed, self._steps = seed, 0
         self._mine, self._agreed = np.empty(1, np.int64), np.empty(1, np.int64)
         self._lead = _LEAST_LEAD
         self._most_lead = max(_MOST_LEAD, 2 * self._time_of_agreement())
@@ -107,21 +104,13 @@ class Loop:
         parts: Sequence[Callable[[], object]],
         prepare: Callable[[], object],
         iterations: int,
-        arrivals: Arrivals = TOGETHER,
     ) -> Times | None:
-        """Time `parts`, called in order after `prepare`; the times on rank 0. Collective.
-
-        arrivals: when ranks enter after the agreed instant; each iteration is another step of theirs.
-        """
-        size, rank = self._comm.size, self._comm.rank
-        steps = range(self._steps, self._steps + iterations)
-        delays = [int(1000 * arrivals.starts(step, size, self._seed)[rank]) for step in steps]
-        self._steps += iterations
+        """Time `parts`, called in order after `prepare`; the times on rank 0. Collective."""
         before = self._clock.compare()
         collecting = gc.isenabled()
         gc.disable()
         try:
-            instants, late = self._timed(parts, prepare, before.offset, delays)
+            instants, late = self._timed(parts, prepare, before.offset, iterations)
         finally:
             if collecting:
                 gc.enable()
@@ -132,16 +121,16 @@ class Loop:
         parts: Sequence[Callable[[], object]],
         prepare: Callable[[], object],
         offset: int,
-        delays: list[int],
+        iterations: int,
     ) -> tuple[list[int], list[bool]]:
         """Instants of this rank's clock, parts + 1 for each iteration, and whether it came too late."""
         now, give_way = self._clock.now, self._give_way
         instants: list[int] = []
         note = instants.append
         late = []
-        for delay in delays:
+        for _ in range(iterations):
             prepare()
-            start = self._agree(now() + offset + self._lead) - offset + delay
+            start = self._agree(now() + offset + self._lead) - offset
             late_by = now() - start
             late.append(late_by > 0)
             self._adapt_lead(late_by)

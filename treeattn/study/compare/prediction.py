@@ -13,7 +13,6 @@ from treeattn.agreement import collectively
 from treeattn.attention.shape import DTYPES
 from treeattn.collectives.catalog import executor_over
 from treeattn.collectives.clusters.description import Cluster
-from treeattn.collectives.clusters.disturbance import ALL_TOGETHER, UNDISTURBED, Arrivals, Disturbance
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.runtime.communicator import MpiCommunicator
@@ -21,7 +20,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.selection import select
-from treeattn.study.compare.schema import NULL, SUM, WIRE_BYTES, Key, members
+from treeattn.study.compare.rows import SUM, Key
 from treeattn.study.decode_step import (
     Shape,
     attention_time,
@@ -40,15 +39,9 @@ class Predictions(NamedTuple):
 
 
 def predictions(
-    world: MpiCommunicator,
-    name: str | None,
-    keys: Sequence[Key],
-    own: Mapping[str, Schedule],
-    baseline: str | None = None,
-    arrivals: Mapping[str, Arrivals] = ALL_TOGETHER,
+    world: MpiCommunicator, name: str | None, keys: Sequence[Key], own: Mapping[str, Schedule]
 ) -> Predictions:
     """On the cluster of that name, else the one of TREEATTN_CLUSTER. own: schedules of one's own, by name.
-    Ratios are to the baseline, or in each case to the one that is predicted fastest.
 
     Collective. Raises what reading the cluster raises, on every rank alike.
     """
@@ -59,22 +52,15 @@ def predictions(
         if named is None:
             return Predictions({})
         cluster, places = named.cluster, found.places_on(named.cluster)
-        of_rank = [rank.node for rank in found.ranks]
         known: dict[Key, Estimate] = {}
         without: dict[str, None] = {}
         for _, case in groupby(keys, lambda key: key.case):
             runs: dict[Key, Timed] = {}
             for key in case:
-                used = members(of_rank, key.place)
-                at = tuple(places[rank] for rank in used)
-                nodes = [[used.index(rank) for rank in node if rank in used] for node in found.nodes]
-                groups = [node for node in nodes if node]
-                if run := timed(cluster, at, groups, key, own, Disturbance(arrivals[key.arrivals])):
+                if run := timed(cluster, places, found.nodes, key, own):
                     runs[key] = run
-                without[lacking(cluster, at, key)] = None
-            drawn = any(arrivals[key.arrivals].drawn for key in runs)
-            base = next((at for at, key in enumerate(runs) if key.label == baseline), None)
-            known |= zip(runs, estimates(cluster, list(runs.values()), base, drawn), strict=True)
+                without[lacking(cluster, places, key)] = None
+            known |= zip(runs, estimates(cluster, list(runs.values())), strict=True)
         shown = "; ".join(filter(None, (named.shown, found.misfit(cluster), *without)))
         return Predictions(known, f"{shown}\n{words(cluster)}")
 
@@ -83,10 +69,10 @@ def predictions(
 
 def lacking(cluster: Cluster, places: Placement, key: Key) -> str:
     """Why nothing run as the key has it can be predicted; nothing where the cluster has the prices."""
-    if key.scheme in (SUM, NULL):
+    if key.scheme == SUM:
         return ""
     try:
-        cluster.executor_for(places, executor_over(key.transport, key.executor))
+        cluster.executor_for(places, executor_over(key.transport, None))
     except ArgumentError as error:
         return f"no prices: {error}"
     return ""
@@ -98,15 +84,14 @@ def timed(
     nodes: Sequence[Sequence[int]],
     key: Key,
     own: Mapping[str, Schedule],
-    disturbed: Disturbance = UNDISTURBED,
 ) -> Timed | None:
     """What gives the microseconds of one key; None for libraries and baselines without a schedule or a ring's
-    formula, for an executor without prices there, and for whole steps that ranks do not enter together, or
-    where it does not say how fast a rank reads."""
-    if key.scheme in (SUM, NULL) or lacking(cluster, places, key):
+    formula, for an executor without prices there, and for whole steps where it does not say how fast a rank
+    reads."""
+    if key.scheme == SUM or lacking(cluster, places, key):
         return None
-    executor = executor_over(key.transport, key.executor)
-    if key.what == "decode" and (cluster.memory is None or disturbed != UNDISTURBED):
+    executor = executor_over(key.transport, None)
+    if key.what == "decode" and cluster.memory is None:
         return None
     size = np.dtype(DTYPES[key.dtype]).itemsize
     shape = Shape(key.tokens, key.heads, key.kv_heads, key.head_dim, key.batch, key.queries, size)
@@ -129,8 +114,6 @@ def timed(
         return None
     if key.what == "reduce":
         records = key.batch * key.heads * key.queries
-        payload = Payload(records, WIRE_BYTES[key.wire] * (key.head_dim + 2), key.queries)
-        return lambda of, draw: (
-            simulate(schedule, of, places, payload, executor, None, disturbed, draw).completion
-        )
+        payload = Payload(records, key.record_bytes // records, key.queries)
+        return lambda of, _: simulate(schedule, of, places, payload, executor).time
     return step(lambda of: reduction_time(of, places, schedule, shape, executor))

@@ -4,20 +4,22 @@ docs/paper.md."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from treeattn import collectives
+from treeattn import collectives, mpi_library
 from treeattn.collectives import Schedule
 from treeattn.collectives.clusters import placement
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import TreeattnError
+from treeattn.study.compare import sweep as blocks
 from treeattn.study.compare.measure import Effort
-from treeattn.study.compare.schema import Key
-from treeattn.study.compare.sweep import Sweep
+from treeattn.study.compare.rows import Key
 
 #: The shipped description of the paper's cluster.
 MACHINE = "dgx-h100"
@@ -82,7 +84,7 @@ def placed(cluster: Cluster, scheme: str, ranks: int) -> tuple[Schedule, placeme
 #: Where nothing depends on time.
 COUNTED = Effort(repetitions=1, iterations=3, seconds=0.01)
 
-#: Points of one key: the fields that `Bench.block` gives.
+#: Points of one key: the columns that `Bench.block` gives.
 Points = list[dict[str, Any]]
 
 
@@ -104,6 +106,18 @@ def decode_key(scheme: str, ranks: int, tokens: int, heads: int, head_dim: int) 
     return Key("decode", scheme, ranks, tokens, 1, 1, heads, heads, head_dim, "bfloat16")
 
 
+@contextmanager
+def first_ranks(comm: MpiCommunicator, ranks: int) -> Iterator[MpiCommunicator | None]:
+    """A communicator of the first so many; the others sleep meanwhile, so that they take no core away.
+    Collective."""
+    member = comm.rank < ranks
+    part: Any = comm.Split(0 if member else mpi_library.load().UNDEFINED, comm.rank)
+    yield part if member else None
+    if member:
+        part.Free()
+    comm.barrier_asleep()
+
+
 def run(comm: MpiCommunicator, keys: Sequence[Key], effort: Effort) -> dict[Key, Points]:
     """The points of every key in the order of `keys`, on rank 0; nothing elsewhere. Collective.
 
@@ -112,11 +126,13 @@ def run(comm: MpiCommunicator, keys: Sequence[Key], effort: Effort) -> dict[Key,
     """
     points: dict[Key, Points] = {key: [] for key in keys} if comm.rank == 0 else {}
     problems: list[TreeattnError] = []
-    for block, found in Sweep(keys, effort, 1, 0, {}).run(comm):
-        if isinstance(found, TreeattnError):
-            problems.append(found)
-        elif found is not None:
-            points[block.key].append(found)
+    for ranks, of_size in itertools.groupby(keys, lambda key: key.ranks):
+        with first_ranks(comm, ranks) as part:
+            for block, found in blocks.sweep(part, list(of_size), effort) if part is not None else ():
+                if isinstance(found, TreeattnError):
+                    problems.append(found)
+                elif found is not None:
+                    points[block.key].append(found)
     problems = comm.bcast(problems or [problem for key in points for problem in _missed(key, points[key])])
     if problems:
         raise problems[0]
@@ -128,16 +144,17 @@ def _missed(key: Key, points: Points) -> list[TreeattnError]:
         f"{key.scheme} on {key.ranks} ranks: error {point['error_out']:.1e}, bound {point['bound_out']:.1e}, "
         "or bits that differ between ranks; what a wrong result costs is not shown"
         for point in points
-        if not point["error_out"] <= point["bound_out"] or point["same_bits"] is False  # NaN is wrong too
+        if not point["error_out"] <= point["bound_out"] or point.get("same_bits") is False  # NaN is wrong too
     ]
     return [TreeattnError(text) for text in wrong[:1]]
 
 
 def median(points: Points) -> float:
-    """Milliseconds from first entry to last exit: the median over blocks of the median over iterations."""
-    return float(statistics.median(statistics.median(p["samples"]["completion"]) for p in points)) / 1000
+    """Milliseconds from the last entry to the last exit: the median over blocks of the median over
+    iterations."""
+    return float(statistics.median(point["time_us"] for point in points)) / 1000
 
 
 def cold(points: Points) -> float:
     """Milliseconds of planning and the first call after it, median over blocks."""
-    return statistics.median(float(point["plan"]) + float(point["first"]) for point in points) / 1000
+    return statistics.median(float(point["plan_us"]) + float(point["first_us"]) for point in points) / 1000

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from treeattn.collectives.clusters import description
 from treeattn.study.compare.measure import Effort
-from treeattn.study.compare.schema import Key
+from treeattn.study.compare.rows import Key
 from treeattn.study.decode_step import (
     Shape,
     attention_time,

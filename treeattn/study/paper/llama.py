@@ -9,11 +9,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from treeattn import mpi_library
 from treeattn.collectives.clusters import description
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import BackendError
@@ -24,7 +22,7 @@ from treeattn.llama.session import Session
 from treeattn.llama.thread_limits import ThreadLimits
 from treeattn.llama.weights import RandomWeights
 from treeattn.study.decode_step import Shape, attention_time, kv_ring_time, reduction_time
-from treeattn.study.paper.experiment import MACHINE, Cell, Experiment, Table, placed
+from treeattn.study.paper.experiment import MACHINE, Cell, Experiment, Table, first_ranks, placed
 
 #: The paper's name of a machine -> its description.
 MACHINES = {"8 H100": MACHINE, "4 MI300X": "mi300x", "2 RTX 4090": "dual-4090"}
@@ -163,15 +161,13 @@ def measure(comm: MpiCommunicator, tokens: Sequence[int], repeats: int, ranks: i
     if size == 1:
         return []
     rows: list[tuple[Cell, ...]] = []
-    part: Any = comm.Split(0 if comm.rank < size else mpi_library.load().UNDEFINED, comm.rank)
-    if comm.rank < size:
-        cores, threads = _shared(part)
-        llama = Llama(RandomWeights(SMALL))
-        rows = [_row(part, llama, count, repeats) for count in tokens]
-        if cores is not None:
-            cores.restore()
-        part.Free()
-    comm.barrier_asleep()
+    with first_ranks(comm, size) as part:
+        if part is not None:
+            cores, threads = _shared(part)
+            llama = Llama(RandomWeights(SMALL))
+            rows = [_row(part, llama, count, repeats) for count in tokens]
+            if cores is not None:
+                cores.restore()
     if comm.rank:
         return []
     title = (

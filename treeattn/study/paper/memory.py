@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
+from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.study import laws
-from treeattn.study.compare.schema import Key
+from treeattn.study.compare import problems, steps
+from treeattn.study.compare.rows import Key
 from treeattn.study.paper import experiment
-from treeattn.study.paper.experiment import Cell, Experiment, Points, Table
+from treeattn.study.paper.experiment import Cell, Experiment, Table
 
 CACHE, RECORD = 2, 4  # bytes of an element: bfloat16 keys, values and query; float32 records and results
 MB = 1e6
@@ -69,24 +72,57 @@ def keys(ranks: Sequence[int], shard: int, heads: Sequence[int], head_dim: int) 
     return [experiment.decode_key(scheme, p, p * shard, count, head_dim) for p, count, scheme in cases]
 
 
-def tables(points: dict[Key, Points]) -> list[Table]:
-    """What tracemalloc saw, beside the equations and our buffers; ring minus tree; which buffer is which."""
+def allocated(comm: MpiCommunicator, key: Key) -> tuple[int, int]:
+    """Bytes that a plan holds after its first step, and that a second step adds at its peak, on the rank
+    where they are most, as tracemalloc sees them: not the buffers of the MPI library. Collective."""
+    problem = problems.decode_problem(comm, key)
+    given: Any = problem.q, problem.k, problem.v
+    tracemalloc.start()
+    try:
+        step = steps.plan(comm, key, {})
+        for _ in range(2):
+            tracemalloc.reset_peak()
+            held = tracemalloc.get_traced_memory()[0]
+            step.local(*given)
+            step.reduce()
+            step.finish()
+        peak = tracemalloc.get_traced_memory()[1]
+        step.close()
+    finally:
+        tracemalloc.stop()
+    everyone = comm.allgather((held, max(peak - held, 0)))
+    return max(h for h, _ in everyone), max(p for _, p in everyone)
+
+
+def measure(
+    comm: MpiCommunicator, ranks: Sequence[int], shard: int, heads: Sequence[int], head_dim: int
+) -> list[Table]:
+    """What tracemalloc saw, beside the equations and our buffers; ring minus tree; which buffer is which.
+
+    Collective. Schemes do as `decode` does: a plan, and two steps of it.
+    """
+    found: dict[Key, tuple[int, int]] = {}
+    for key in keys([size for size in ranks if size <= comm.size], shard, heads, head_dim):
+        with experiment.first_ranks(comm, key.ranks) as part:
+            if part is not None:
+                found[key] = allocated(part, key)
+    if comm.rank or not found:
+        return []
     headings = (
         "ranks", "hidden size", "scheme", "q, k, v, MB", "plan and step hold, MB: here",
         "a step adds, MB: here", "together, MB: here", "eq. 8, 9, MB: model", "our buffers, MB: counted",
         "rest, kB",
     )  # fmt: skip
-    rows = [_row(key, blocks[0]) for key, blocks in points.items()]
+    rows = [_row(key, *sizes) for key, sizes in found.items()]
     gaps = [
         (*ring[:2], ring[6] - tree[6], ring[7] - tree[7], (ring[6] - tree[6]) / (ring[7] - tree[7]))
         for ring, tree in zip(rows[::2], rows[1::2], strict=True)
     ]
-    first = next(iter(points))
-    shard, hidden = first.tokens // first.ranks, first.heads * first.head_dim
+    hidden = heads[0] * head_dim
     terms = [
         (scheme, term, what, size / 1e3)
         for scheme in (RING, TREE)
-        for term, what, size in buffers(scheme, 2, shard, first.heads, first.head_dim)
+        for term, what, size in buffers(scheme, 2, shard, heads[0], head_dim)
     ]
     of_gaps = ("ranks", "hidden size", "gap, MB: here", "gap, MB: model", "here / model")
     of_terms = ("scheme", "term of eq. 8, 9", "buffer of ours", "kB: counted")
@@ -97,13 +133,13 @@ def tables(points: dict[Key, Points]) -> list[Table]:
     ]
 
 
-def _row(key: Key, point: dict[str, Any]) -> tuple[Any, ...]:
+def _row(key: Key, held: int, step_peak: int) -> tuple[Any, ...]:
     shape = key.tokens // key.ranks, key.heads, key.head_dim
     ours = buffers(key.scheme, key.ranks, *shape)
     arguments = sum(size for _, what, size in ours if "caller's" in what)
     counted = sum(size for *_, size in ours)
-    total = arguments + point["held"] + point["step_peak"]
-    sizes = (arguments, point["held"], point["step_peak"], total, law(key.scheme, *shape), counted)
+    total = arguments + held + step_peak
+    sizes = (arguments, held, step_peak, total, law(key.scheme, *shape), counted)
     hidden = key.heads * key.head_dim
     return key.ranks, hidden, key.scheme, *(size / MB for size in sizes), (total - counted) / 1e3
 
@@ -112,7 +148,7 @@ EXPERIMENT = Experiment(
     title="peak memory of one attention block on two devices, ring against tree",
     where="section 6.2, equations 8 and 9",
     model=model,
-    measure=experiment.sweep(keys, tables),
+    measure=measure,
     paper={"shard": 64_000, "heads": (16, 32), "head_dim": 128},
-    small={"shard": 4_096, "ranks": (2, 4), "heads": (16, 32), "head_dim": 128, "effort": experiment.COUNTED},
+    small={"shard": 4_096, "ranks": (2, 4), "heads": (16, 32), "head_dim": 128},
 )

@@ -9,7 +9,7 @@ from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.study import laws
 from treeattn.study.compare.measure import Effort
-from treeattn.study.compare.schema import Key
+from treeattn.study.compare.rows import Key
 from treeattn.study.paper import experiment
 from treeattn.study.paper.experiment import MACHINE, Cell, Experiment, Points, Table
 

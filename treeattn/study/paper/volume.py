@@ -9,7 +9,7 @@ from treeattn.collectives.clusters.placement import block
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.traffic import Payload
 from treeattn.study import laws
-from treeattn.study.compare.schema import Key
+from treeattn.study.compare.rows import Key
 from treeattn.study.decode_step import Shape, attention_time, kv_ring_time
 from treeattn.study.paper import experiment
 from treeattn.study.paper.experiment import MACHINE, Cell, Experiment, Points, Table
@@ -84,8 +84,9 @@ def tables(points: dict[Key, Points]) -> list[Table]:
     rows: list[tuple[Cell, ...]] = []
     for key, blocks in points.items():
         size = CACHE if key.scheme.startswith("kv_ring") else RECORD
-        sent = blocks[0]["sent"]  # of all ranks, by tier; None where only the library knows
-        here = None if sent is None else sum(tier[1] for tier in sent.values()) / key.ranks / size
+        of_tiers = [blocks[0].get(f"bytes_{tier}") for tier in ("intra", "inter", "library")]
+        sent = [number for number in of_tiers if number is not None]  # none where only the library knows
+        here = sum(sent) / key.ranks / size if sent else None
         expected = law(key.scheme, key.ranks, key.tokens, key.heads, key.head_dim)
         share = None if here is None else here / expected
         rows.append((key.ranks, key.scheme, SCHEMES[key.scheme], here, expected, share))

@@ -1,0 +1,132 @@
+"""Verdicts and intervals: held to scipy, to what is known of the methods, and to made-up truths."""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+
+import made_results
+import numpy as np
+import pytest
+from scipy import stats
+
+from treeattn.errors import MissingPackageError
+from treeattn.study.compare.rows import SUM
+from treeattn.study.compare.summary import hodges_lehmann, holm, interval, p_value, summarise
+
+
+def rows(times, repetitions=10, seed=2, run="made"):
+    """Blocks whose common disturbance is far larger than how schemes differ."""
+    drawn, found = random.Random(seed), []
+    for repetition in range(repetitions):
+        disturbed = math.exp(drawn.gauss(0, 1))
+        for key in made_results.keys(times, tokens=[4096]):
+            time = times[key.scheme] * disturbed * math.exp(drawn.gauss(0, 0.02))
+            found.append(made_results.row(key, repetition, run, time_us=time))
+    return found
+
+
+def of(found):
+    return {one["scheme"]: one for one in found}
+
+
+def test_what_disturbs_a_repetition_does_not_hide_who_is_faster():
+    times = {SUM: 100.0, "chain": 90.0, "ring": 110.0, "mpi_allreduce": 100.0}
+    found = summarise(rows(times))
+    assert [one["scheme"] for one in found] == sorted(times, key=lambda s: of(found)[s]["ratio"])
+    assert {one["scheme"]: one["verdict"] for one in found} == {
+        "chain": "faster", "ring": "slower", "mpi_allreduce": "not told apart", SUM: None,
+    }  # fmt: skip
+    for one in found:
+        assert one["ratio"] == pytest.approx(times[one["scheme"]] / 100, rel=0.03)
+        assert (one["baseline"], one["blocks"]) == (SUM, 10)
+        if one["scheme"] != SUM:
+            assert one["ratio_low"] <= one["ratio"] <= one["ratio_high"]
+    named = {name: one["verdict"] for name, one in of(summarise(rows(times), "ring")).items()}
+    assert named == {SUM: "faster", "chain": "faster", "mpi_allreduce": "faster", "ring": None}
+    few = of(summarise(rows(times, repetitions=5)))
+    assert {(one["ratio_low"], one["low_us"]) for one in few.values()} == {(None, None)}
+    assert {few[name]["verdict"] for name in ("chain", "ring")} == {"not told apart"}
+
+
+def test_runs_that_disagree_have_no_verdict():
+    """Four times as many blocks of one run do not outvote another one."""
+    first = {SUM: 100.0, "chain": 50.0, "ring": 110.0, "bine": 50.0}
+    second = {SUM: 100.0, "chain": 120.0, "ring": 110.0, "bine": 99.9}
+    found = of(summarise([*rows(first, 40), *rows(second, 10, run="second")]))
+    assert found["chain"]["p"] < 0.05
+    verdicts = {name: found[name]["verdict"] for name in ("chain", "ring", "bine")}
+    assert verdicts == {"chain": "runs disagree", "ring": "slower", "bine": "faster"}
+    assert {one["runs"] for one in found.values()} == {2}
+
+
+def test_ratios_are_taken_within_a_run():
+    """Repetition 3 of one run has nothing to do with repetition 3 of another."""
+    base = [row for row in rows({SUM: 100.0}) if row.scheme == SUM]
+    alone = [row for row in rows({"chain": 1.0, SUM: 1.0}, run="other") if row.scheme == "chain"]
+    assert of(summarise([*base, *alone]))["chain"]["ratio"] is None
+
+
+def test_versions_and_cases_are_kept_apart():
+    keys = made_results.keys(["chain", SUM], [64, 128])
+    found = [made_results.row(key, n, commit=commit) for key in keys for n in range(6) for commit in "ab"]
+    assert len(summarise(found)) == 8
+    assert {one["blocks"] for one in summarise(found)} == {6}
+
+
+def test_fast_blocks_weigh_no_more_for_having_more_iterations():
+    (key,) = made_results.keys(["chain"], [0])
+    blocks = [(10.0, 200)] * 3 + [(5000.0, 3)] * 7
+    found = [made_results.row(key, n, time_us=t, iterations=i) for n, (t, i) in enumerate(blocks)]
+    (one,) = summarise(found)
+    assert (one["time_us"], one["low_us"], one["high_us"], one["iterations"]) == (5000, 10, 5000, 3)
+
+
+def test_without_scipy_there_are_medians(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    found = summarise(rows({SUM: 100.0, "chain": 90.0}), tested=False)
+    assert [one["low_us"] for one in found] == [one["verdict"] for one in found] == [None, None]
+    assert found[0]["time_us"] < found[1]["time_us"]
+    with pytest.raises(MissingPackageError, match=r"scipy is missing .*pip install '\.\[study\]'"):
+        summarise(rows({SUM: 100.0, "chain": 90.0}))
+
+
+@pytest.mark.parametrize("count", [6, 9, 25])
+def test_an_interval_ends_where_wilcoxon_does(count):
+    """Shifted beyond an end of the interval, scipy's test finds a difference; before it, none."""
+    logs = np.random.default_rng(count).normal(0.1, 1, count)
+    middle, low, high = hodges_lehmann(logs)
+    for end, outwards in ((low, -1e-9), (high, 1e-9)):
+        assert stats.wilcoxon(logs - math.log(end) - outwards).pvalue < 0.05
+        assert stats.wilcoxon(logs - math.log(end) + outwards).pvalue > 0.05
+    assert low < middle < high
+    assert p_value(logs) == stats.wilcoxon(logs).pvalue
+
+
+def test_no_difference_at_all():
+    assert p_value([0.0] * 7) == 1
+    assert hodges_lehmann([0.0] * 7) == (1, 1, 1)
+    assert hodges_lehmann([0.5])[1:] == (None, None)
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(6, (1, 6)), (8, (1, 8)), (10, (2, 9)), (20, (6, 15))])
+def test_the_interval_of_a_median_is_that_of_the_tables(count, ranks):
+    assert interval([float(value) for value in range(count, 0, -1)]) == ranks
+    assert interval([1.0] * 5) == (None, None)
+
+
+def test_holm_multiplies_by_what_is_left():
+    assert holm([0.04, 0.01, 0.03]) == pytest.approx([0.06, 0.03, 0.06])
+    assert holm([]) == []
+
+
+@pytest.mark.slow
+def test_without_a_difference_at_most_one_table_in_twenty_has_a_verdict():
+    """100 tables of five equal schemes: 5 expected at most; more than 12 is one chance in a thousand."""
+    equal = dict.fromkeys((SUM, "chain", "ring", "binary_tree", "mpi_allreduce"), 100.0)
+    told = [
+        any(one["verdict"] in ("faster", "slower") for one in summarise(rows(equal, 8, seed)))
+        for seed in range(100)
+    ]
+    assert sum(told) <= 12

@@ -1,0 +1,163 @@
+"""What blocks say together: of each scheme a time, and whether it is faster than a baseline.
+
+A block is planned anew, so blocks are the units of everything here, however many iterations each had: the
+median over iterations of one block is one value. The time of a scheme is the median of these, with the exact
+interval of a median, from order statistics (`scipy.stats.quantile_test`).
+
+The schemes of a case are measured in turn within each repetition, so that what disturbs the machine meets the
+blocks of one repetition alike: ratios are taken within it. Of their logarithms nothing is assumed but that
+they lie symmetrically about their middle (Wilcoxon, "Individual comparisons by ranking methods", 1945; Hodges
+and Lehmann, "Estimates of location based on rank tests", 1963). Where nothing differs, 5 of 100 tables at
+most hold a verdict, however many schemes they have (Holm, "A simple sequentially rejective multiple test
+procedure", 1979).
+
+Blocks of one run share what only another run changes, such as where ranks were put, so many blocks do not
+make up for few runs (Hunold and Carpen-Amarie, "Reproducible MPI benchmarking is still not as easy as you
+think", TPDS 27(12), 2016). Where one run alone says the opposite of all together, there is no verdict."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from treeattn.study import extra
+from treeattn.study.compare.rows import SUM, Key, Row, version
+
+#: Repetitions below which no verdict at 95 percent confidence can come out.
+FEWEST = 6
+_MOST = 500  # of more blocks every second, third and so on is taken
+_MEDIANS = ("completion_us", "slowest_us", "least_us", "mean_us", "local_us", "reduce_us", "finish_us",
+"plan_us",
+            "first_us", "algbw", "busbw")  # fmt: skip
+
+#: A scheme of one case: the columns of a row, of all of its blocks together, and those that `summarise` adds.
+Summary = dict[str, Any]
+
+
+def summarise(rows: Iterable[Row], baseline: str | None = None, tested: bool = True) -> list[Summary]:
+    """One entry for each scheme of each case and version, those of a case from fast to slow.
+
+    baseline: label of the scheme that others are compared with, by default the library's sum over the same
+    transport. tested: with intervals, ratios and verdicts, which need scipy: raises `MissingPackageError`.
+
+    An entry has the columns of the last row, medians over blocks instead of its times, and ``label``,
+    ``blocks``, ``runs``, ``wrong`` (None, or what is wrong with a result), ``results`` (how many different
+    ones), ``iterations`` (fewest of a block). Where tested also ``low_us`` and ``high_us``, and, against
+    ``baseline``, ``ratio``, ``ratio_low``, ``ratio_high``, ``p`` (corrected for all schemes of the case) and
+    ``verdict``; each None where there are too few blocks, or no baseline.
+    """
+    cases: dict[Any, dict[Key, list[Row]]] = {}
+    for row in rows:
+        if row.time_us is not None:
+            cases.setdefault((version(row), row.case), {}).setdefault(row.key, []).append(row)
+    found = []
+    for case in cases.values():
+        of_case = [_together(blocks) for blocks in case.values()]
+        if tested:
+            _compare(of_case, case, baseline)
+        found += sorted(of_case, key=lambda one: (one["ratio"] is None, one["ratio"] or one["time_us"]))
+    return found
+
+
+def _together(blocks: Sequence[Row]) -> Summary:
+    """Of the blocks of one key, without intervals."""
+    last = blocks[-1]
+    made = {name: getattr(last, name) for name in last.__struct_fields__}
+    for name in _MEDIANS:
+        known = [value for value in (getattr(row, name) for row in blocks) if value is not None]
+        made[name] = median(known) if known else None
+    return made | {
+        "label": last.label,
+        "case": last.words,
+        "time_us": median(row.time_us for row in blocks if row.time_us is not None),
+        "blocks": len(blocks),
+        "runs": len({row.run for row in blocks}),
+        "iterations": min(row.iterations for row in blocks),
+        "late": sum(row.late for row in blocks),
+        "wrong": next((row.wrong for row in blocks if row.wrong), None),
+        "results": len({row.digest for row in blocks if row.digest}),
+        **dict.fromkeys(
+            ("low_us", "high_us", "baseline", "ratio", "ratio_low", "ratio_high", "p", "verdict")
+        ),
+    }
+
+
+def _compare(of_case: list[Summary], case: Mapping[Key, Sequence[Row]], baseline: str | None) -> None:
+    """Add intervals, and what `baseline` is compared with."""
+    compared: list[tuple[Summary, list[tuple[str, float]]]] = []
+    for made, (key, blocks) in zip(of_case, case.items(), strict=True):
+        made["low_us"], made["high_us"] = interval([row.time_us for row in blocks if row.time_us is not None])
+        base = next((other for other in case if _is_baseline(other, key, baseline)), None)
+        if base is None:
+            continue
+        made["baseline"] = base.label
+        if base == key:
+            made["ratio"] = 1.0
+            continue
+        theirs = {(row.run, row.repetition): row.time_us for row in case[base]}
+        logs = [
+            (row.run, float(np.log(row.time_us / other)))
+            for row in blocks
+            if row.time_us and (other := theirs.get((row.run, row.repetition)))
+        ]
+        if logs:
+            compared.append((made, logs[:: 1 + len(logs) // _MOST]))
+    corrected = holm([p_value([log for _, log in logs]) for _, logs in compared])
+    for (made, logs), p in zip(compared, corrected, strict=True):
+        middle, low, high = hodges_lehmann([log for _, log in logs])
+        made |= {"ratio": middle, "ratio_low": low, "ratio_high": high, "p": p}
+        made["verdict"] = _verdict(logs, middle, p)
+
+
+def _verdict(logs: Sequence[tuple[str, float]], ratio: float, p: float) -> str:
+    runs = {run: [log for name, log in logs if name == run] for run, _ in logs}
+    for own in runs.values():
+        if p_value(own) <= 0.05 and (hodges_lehmann(own)[0] < 1) != (ratio < 1):
+            return "runs disagree"
+    if p > 0.05:
+        return "not told apart"
+    return "faster" if ratio < 1 else "slower"
+
+
+def _is_baseline(base: Key, key: Key, baseline: str | None) -> bool:
+    if baseline is None:
+        return base.scheme == SUM and base.transport == key.transport
+    return base.label == baseline
+
+
+def interval(times: Sequence[float]) -> tuple[float | None, float | None]:
+    """The 95 percent interval of the median of the population; None below 6 values."""
+    if len(times) < FEWEST:
+        return None, None
+    found = extra("scipy.stats").quantile_test(times, q=0, p=0.5).confidence_interval(0.95)
+    return float(found.low), float(found.high)
+
+
+def p_value(logs: Sequence[float]) -> float:
+    """Two-sided, of Wilcoxon's signed ranks: of no difference."""
+    return float(extra("scipy.stats").wilcoxon(logs, zero_method="zsplit").pvalue)
+
+
+def hodges_lehmann(logs: Sequence[float]) -> tuple[float, float | None, float | None]:
+    """The ratio, the median of Walsh averages, and its 95 percent interval by Wilcoxon's distribution."""
+    first, second = np.triu_indices(len(logs))
+    values = np.asarray(logs)
+    walsh = np.exp(np.sort((values[first] + values[second]) / 2))
+    chance = np.ones(1)  # of each sum of ranks whose signs are positive, if signs fall like coins
+    for rank in range(1, len(values) + 1):
+        chance = (np.pad(chance, (0, rank)) + np.pad(chance, (rank, 0))) / 2
+    cut = int(np.searchsorted(np.cumsum(chance), 0.025, side="right"))  # P(sum < cut) <= 0.025
+    ends = (float(walsh[cut - 1]), float(walsh[-cut])) if cut else (None, None)
+    return float(np.median(walsh)), *ends
+
+
+def holm(chances: Sequence[float]) -> list[float]:
+    """Each times the number of those not smaller, and never below a smaller one's."""
+    order = sorted(range(len(chances)), key=lambda at: chances[at])
+    scaled = (min(1.0, chances[at] * (len(chances) - place)) for place, at in enumerate(order))
+    corrected = dict(zip(order, itertools.accumulate(scaled, max), strict=True))
+    return [corrected[at] for at in range(len(chances))]
