@@ -23,7 +23,7 @@ def test_help_lists_each_command_with_its_whole_sentence():
     names = [entry.split()[0] for entry in entries]
     known = """
         cache-node calibrate check-partials compare decode doctor generate paper
-        plot published report roofline schedule schemes simulate topology tune verify
+        plot report roofline schedule schemes simulate topology tune verify
     """
     assert names == known.split()
     for entry in entries:

@@ -34,10 +34,6 @@ DATA = sorted(
         f"treeattn/collectives/{p.relative_to(ROOT / 'collectives')}"
         for p in (ROOT / "collectives").rglob("*.toml")
     ]
-    + [
-        f"treeattn/{p.relative_to(ROOT / 'treeattn')}"
-        for p in (ROOT / "treeattn/study/published/data").iterdir()
-    ]
     + ["treeattn/py.typed", "treeattn/backends/cuda/splits.json"]
 )
 

@@ -124,7 +124,7 @@ def words(cluster: Cluster) -> str:
         return f"{text}what predictions on {cluster.name} miss: each {cluster.scatter:.0%}{drift}"
     return (
         f"{text}what this model misses of published runs that it knew nothing of: half are off by "
-        f"{BLIND.median:.0%}, one in ten by more than {BLIND.p90:.0%} (treeattn published --blind)"
+        f"{BLIND.median:.0%}, one in ten by more than {BLIND.p90:.0%} (docs/predicted.md)"
     )
 
 

@@ -1,0 +1,58 @@
+"""benchmarks/published.py on a machine that is made up: what the simulator says is what is found again."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+from treeattn.collectives import build
+from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.placement import block
+from treeattn.collectives.clusters.simulate import simulate
+from treeattn.collectives.traffic import Payload
+
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks/published.py"
+PROGRAMS = {
+    "recursive_doubling_ompi": "recursive_doubling",
+    "rabenseifner_ompi": "reduce_scatter_gather:order=near",
+    "ring_ompi": "ring",
+}
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A file of what is simulated of three runs of Leonardo, one slower than the other."""
+    cluster = description.load("leonardo")
+    rows = []
+    for day, (ranks, slower) in enumerate(((8, 1.0), (32, 1.5), (16, 2.0)), 1):
+        tiers = [structs.replace(tier, latency=slower * tier.latency) for tier in cluster.tiers]
+        then = structs.replace(cluster, tiers=tuple(tiers))
+        for program, scheme in PROGRAMS.items():
+            for size in (256, 2048, 16384, 131072, 1 << 20):
+                found = simulate(build(scheme, ranks), then, block(then, ranks), Payload(size // 4, 4))
+                rows.append({
+                    "system": "made", "run": f"2030_01_0{day}", "ppn": 1, "ranks": ranks, "library": "OMPI 4",
+                    "collective": "allreduce", "algorithm": program, "bytes": size, "median_us": found.time,
+                })  # fmt: skip
+    with (tmp_path / "made.csv").open("w") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    return tmp_path / "made.csv"
+
+
+def test_a_machine_that_is_as_simulated_is_predicted(published, tmp_path):
+    pytest.importorskip("scipy")
+    out = tmp_path / "found.json"
+    words = ["--known", published, "--held", published, "--json", out]
+    subprocess.run([sys.executable, SCRIPT, *map(str, words)], check=True, timeout=300)
+    found = json.loads(out.read_text())
+    assert len(found["rows"]) == 3 * (3 * 5 - 3)
+    assert found["median_error"] < 0.1
+    assert found["p90_error"] < found["two_parameters"]["p90_error"]

@@ -1,2 +1,0 @@
-"""Times that others published, predicted: what schedules cost on supercomputers, fitted on some runs, held
-against the others. docs/predicted.md says how well, and what it misses."""
