@@ -188,16 +188,19 @@ def config_digest(config: Any) -> str:
 
 def weights_digest(model: Any) -> str | None:
     """SHA-256 of what this rank holds of the weights: of each its name, type, shape and 64 elements, evenly
-    spaced; and of the adapters that are active. None where some are not in memory."""
+    spaced; and of the adapters that are active. None where some are not in memory, or cannot be read."""
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     model = getattr(model, "get_base_model", lambda: model)()  # of PEFT, whose generate() is that of this one
     digest, drawn = hashlib.sha256(), []
     for name, given in sorted(model.state_dict(keep_vars=True).items()):
         for held in _held(given):
-            if held.is_meta:
+            if isinstance(held, torch.Tensor) and not held.is_meta:
+                digest.update(f"{name} {held.dtype} {list(held.shape)};".encode())
+                drawn.append(_elements(held.detach()))
+            elif isinstance(held, str | bytes | int | float | torch.dtype | None):
+                digest.update(f"{name} {held!r};".encode())
+            else:
                 return None
-            digest.update(f"{name} {held.dtype} {list(held.shape)};".encode())
-            drawn.append(_elements(held.detach()))
     for name, module in model.named_modules():
         for kind in _ADAPTED:
             said = getattr(module, kind, None)
@@ -209,17 +212,22 @@ def weights_digest(model: Any) -> str | None:
     return digest.hexdigest()
 
 
-def _held(given: Any) -> Iterator[torch.Tensor]:
+def _held(given: Any) -> Iterator[Any]:
     """The plain tensors in it: this rank's part of a distributed one, the parts of a quantized one."""
-    if is_traceable_wrapper_subclass(given):
-        for name in given.__tensor_flatten__()[0]:
-            yield from _held(getattr(given, name))
-    elif isinstance(given, torch.Tensor):
+    if isinstance(given, list | tuple):
+        for one in given:
+            yield from _held(one)
+    elif is_traceable_wrapper_subclass(given):
+        parts = (getattr(given, name) for name in given.__tensor_flatten__()[0])
+        yield from _held([part for part in parts if isinstance(part, torch.Tensor)])
+    else:
         yield given
 
 
 def _elements(held: torch.Tensor) -> torch.Tensor:
     """uint8: the bytes of some of its elements."""
+    if held.is_quantized:
+        return held.reshape(-1)[_places(held.numel(), "cpu")].dequantize().view(torch.uint8)
     words = torch.view_as_real(held) if held.is_complex() else held
     words = words.view(_WORDS[words.element_size()]).reshape(-1)
     return words[_places(len(words), str(words.device))].view(torch.uint8)

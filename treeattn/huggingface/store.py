@@ -33,6 +33,7 @@ class Store:
         self._heads, self._kind = heads, cast("tuple[Any, ...]", ())
         self.alike = 1  # layers of the cache whose keys have such heads
         self.rank = 0  # of the latents that lie here in place of keys and values
+        self.first = cast("list[torch.Tensor] | None", None)  # token's latents, and what was made of them
         self.handle, self.slots = next(_numbers), 0
         _stores[self.handle] = self
 
@@ -105,13 +106,14 @@ class Store:
 
     def take(self, latents: Latents | None, first: bool) -> None:
         """Whether latents lie here is what the first chunk of a sequence says. Raises `StateError` for
-        others later, as a compiled model has them."""
+        others later, as a compiled model has them, or one that was adapted."""
         rank = latents.rank if latents else 0
         if first:
             self.rank = rank
         if rank != self.rank:
             raise StateError(
-                "the cache holds latents, which a compiled model cannot go on with: cache.reset() empties it"
+                "the cache holds latents, which a compiled model cannot go on with, nor one whose kv_b_proj "
+                "was adapted or quantized meanwhile: cache.reset() empties it"
                 if self.rank
                 else "the cache holds keys and values of a compiled model: cache.reset() empties it"
             )
