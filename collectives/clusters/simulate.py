@@ -18,17 +18,14 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import count
 from typing import NamedTuple
 
-import numpy as np
-
 from treeattn.collectives.clusters.bound import lower_bound
 from treeattn.collectives.clusters.description import Cluster, Executor
-from treeattn.collectives.clusters.disturbance import UNDISTURBED, Disturbance, Interruptions, poisson
 from treeattn.collectives.clusters.placement import Placement, explicit
 from treeattn.collectives.schedule import Schedule
 from treeattn.collectives.traffic import Payload
@@ -89,9 +86,7 @@ class Traffic:
 class Simulation:
     """One step, in microseconds. ends: when each rank has its result; steps: of each rank, in order.
 
-    bound: what no schedule could be faster than on this cluster, by `bound.lower_bound`. With others' traffic
-    instants of flights and steps count from its beginning, which is before that of the step.
-    """
+    bound: what no schedule could be faster than on this cluster, by `bound.lower_bound`."""
 
     schedule: Schedule
     cluster: Cluster
@@ -128,11 +123,9 @@ def simulate(
     payload: Payload = _ONE_TOKEN,
     executor: str | None = None,
     starts: Sequence[float] | None = None,
-    disturbed: Disturbance = UNDISTURBED,
-    draw: int = 0,
 ) -> Simulation:
-    """One step of `schedule` with rank r at ``places[r]``. starts: when each rank begins, by default as
-    `disturbed` says. draw: which step of those that differ by chance.
+    """One step of `schedule` with rank r at ``places[r]``. starts: when each rank begins, in
+    microseconds; all at once unless given.
 
     Raises `ArgumentError` for a placement that does not fit, or an executor that the cluster has not.
     """
@@ -140,15 +133,9 @@ def simulate(
         raise ArgumentError(f"placement: {len(places)} places for {schedule.size} ranks; give one for each")
     name = cluster.executor_for(places, executor)
     run = _Run(schedule, cluster, explicit(cluster, places), payload, cluster.executors[name])
-    if starts is None:
-        disturbed.arrivals.check(schedule.size)
-        starts = disturbed.arrivals.starts(draw, schedule.size)
-    begin = tuple(starts)
-    before = run.disturb(disturbed, draw)
-    run.go([start + before for start in begin])
-    ends = tuple(
-        steps[-1].ended - before if steps else start for start, steps in zip(begin, run.steps, strict=True)
-    )
+    begin = (0.0,) * schedule.size if starts is None else tuple(starts)
+    run.go(begin)
+    ends = tuple(steps[-1].ended if steps else start for start, steps in zip(begin, run.steps, strict=True))
     replicated = schedule.result == "replicated"
     bound = lower_bound(cluster, run.places, payload.bytes, run.executor, replicated)
     return Simulation(
@@ -160,9 +147,6 @@ def simulate(
 # A port: its tier or kind, its place, which way, and the other end where each pair has a link.
 _NIC, _UPLINK, _SHARED = -1, -2, -1000
 _OUT, _IN, _THROUGH = range(3)
-
-_OF_OTHERS = -1  # in the place of the round of a message
-_LONG_BEFORE = 30  # messages of others fit before a step: queues are as long as they get
 
 
 class _Stop(NamedTuple):
@@ -212,10 +196,6 @@ class _Run:
         self.events: list[tuple[float, int, _Passage]] = []  # when, in which order, what
         self.order = count()
         self.unfinished = sum(map(bool, self.steps))
-        self.processor: Callable[[int, float, float], float] = lambda _, begin, cost: begin + cost
-        self.others: dict[int, Iterator[float]] = {}  # of one rank at each card: when others' messages depart
-        self.others_bytes = 0
-        self.draw = np.random.default_rng(0)  # of where they go
         self.link = lru_cache(None)(lambda tier, size: cluster.link(tier, size, executor.pulls))
 
     def _step(self, rank: int, round_: int) -> Step:
@@ -223,42 +203,11 @@ class _Run:
             self.steps[rank].append(Step(round_))
         return self.steps[rank][-1]
 
-    def disturb(self, disturbed: Disturbance, draw: int) -> float:
-        """Let processors be interrupted, and others send; how long before a step they begin."""
-        if disturbed.noise is not None:
-            self.processor = Interruptions(disturbed.noise, len(self.steps), draw).end
-        nodes = {place // self.cluster.slots for place in self.places}
-        if disturbed.traffic is None or len(nodes) < 2:
-            return 0.0
-        self.others_bytes = disturbed.traffic.bytes
-        apart = self.others_bytes * self.link(self.cluster.node_tier + 1, self.others_bytes).byte
-        speakers = {self._card(place): rank for rank, place in enumerate(self.places)}
-        self.draw = np.random.default_rng([draw, len(speakers)])
-        period = apart / disturbed.traffic.share
-        self.others = {rank: poisson(period, self.draw) for rank in speakers.values()}
-        for rank in self.others:
-            self._send_others(rank)
-        return _LONG_BEFORE * apart
-
-    def _send_others(self, rank: int) -> None:
-        """The next message of others through the card of a rank, to another node."""
-        far = [
-            r
-            for r in self.others
-            if self.places[r] // self.cluster.slots != self.places[rank] // self.cluster.slots
-        ]
-        other = far[self.draw.integers(len(far))]
-        tier = self.cluster.tier_between(self.places[rank], self.places[other])
-        flight = Flight(_OF_OTHERS, rank, other, self.others_bytes, False, tier)
-        self._depart(flight, next(self.others[rank]))
-
     def go(self, starts: Sequence[float]) -> None:
         for rank, start in enumerate(starts):
-            self._advance(rank, self.processor(rank, start, self.executor.call))
+            self._advance(rank, start + self.executor.call)
         while self.unfinished and self.events:
             now, _, passage = heapq.heappop(self.events)
-            if passage.flight.round == _OF_OTHERS and not passage.at:
-                self._send_others(passage.flight.src)
             if passage.at < len(passage.stops):
                 self._pass(passage, now)
             else:
@@ -278,11 +227,9 @@ class _Run:
         """The step begins with all that it sends."""
         step.entered = now
         work = self.executor.round + (self.executor.far_round if step.far else 0.0)
-        now = self.processor(rank, now, work)
+        now += work
         for flight in step.sends:
-            now = self.processor(
-                rank, now, self.link(flight.tier, flight.bytes).overhead + self.executor.message
-            )
+            now += self.link(flight.tier, flight.bytes).overhead + self.executor.message
             flight.ready = now
             self._send(flight)
         step.sent = self.busy[rank] = now
@@ -358,8 +305,6 @@ class _Run:
         return node * self.cluster.cards + slot * self.cluster.cards // self.cluster.slots
 
     def _arrive(self, flight: Flight) -> None:
-        if flight.round == _OF_OTHERS:
-            return
         step = self._now_in(flight.dst)
         if step is None or step.round != flight.round or step.entered < 0:
             self.early[flight.dst, flight.round].append(flight)
@@ -376,7 +321,7 @@ class _Run:
         cost = self.link(flight.tier, flight.bytes).overhead + self.executor.message
         if flight.merge:
             cost += flight.bytes * 1e-3 / self.executor.merge_bandwidth
-        flight.done = self.busy[rank] = self.processor(rank, flight.taken_up, cost)
+        flight.done = self.busy[rank] = flight.taken_up + cost
         step.last = flight
         step.arrivals -= 1
 

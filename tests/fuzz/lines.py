@@ -25,7 +25,7 @@ schedule own.json --format goal --records 8 --record-bytes 72 --merge-ns 5 --out
 schedule chain --ranks 2 --format chakra --out a
 simulate --cluster laptop --ranks 3 --schemes ring,own.json,k_ary_tree:radix=2 --json a.json --wide
 simulate --cluster dgx-h100 --ranks 16 --schemes ring --placement block,cyclic,suited --baseline ring
-simulate --cluster leonardo --ranks 8 --arrivals late:20us --noise 5us/200us --traffic 20% --executor program
+simulate --cluster leonardo --ranks 8 --arrivals late:20us --executor program
 simulate --cluster dgx-h100 --ranks 8 --tokens 64k --kv-heads 4 --heads 8 --head-dim 64 --batch 2 --queries 3
 simulate --cluster laptop --ranks 2 --placement 0+2 --arrivals 0+1us --schemes chain --format trace --out c
 simulate --list

@@ -13,8 +13,6 @@ import click
 from treeattn import communicators, files
 from treeattn.agreement import collectively, must_match
 from treeattn.attention.mask import Rules
-from treeattn.collectives.clusters import disturbance
-from treeattn.collectives.clusters.disturbance import TOGETHER, Arrivals, Disturbance, Noise, Traffic
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError, TreeattnError
@@ -155,21 +153,6 @@ size_options = grouped(
     click.option("--queries", type=SIZE, default=1),
     click.option("--heads", type=SIZE, default=16),
     click.option("--head-dim", type=SIZE, default=128),
-)  # fmt: skip
-
-
-def _disturbance(arrivals: Arrivals | None, noise: Noise | None, traffic: Traffic | None) -> Disturbance:
-    return Disturbance(arrivals or TOGETHER, noise, traffic)
-
-
-disturbance_options = grouped(
-    "disturbed", _disturbance,
-    click.option("--arrivals", callback=read(disturbance.arrivals), metavar="P:T|T+T+..|FILE",
-                 help="random, exponential, ascending, late:100us; each rank's instant."),
-    click.option("--noise", callback=read(disturbance.noise), metavar="T/T",
-                 help="Interruptions of each processor, such as 10us/1ms."),
-    click.option("--traffic", callback=read(disturbance.traffic), metavar="N%[:SIZE]",
-                 help="What others use of each network card, such as 30%:64Ki."),
 )  # fmt: skip
 
 

@@ -16,9 +16,9 @@ from treeattn.cli.scheme import build, from_file, is_file
 from treeattn.collectives import Schedule
 from treeattn.collectives.catalog import with_result
 from treeattn.collectives.clusters import description, placement
+from treeattn.collectives.clusters.arrivals import TOGETHER, Arrivals, arrivals
 from treeattn.collectives.clusters.critical_path import assumed_share, critical_path, in_words
 from treeattn.collectives.clusters.description import Cluster
-from treeattn.collectives.clusters.disturbance import Disturbance
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import Simulation, simulate
 from treeattn.collectives.drawings.timeline import timeline
@@ -70,7 +70,8 @@ class Row(NamedTuple):
 @click.option("--tokens", callback=options.read(options.number), metavar="N",
               help="Whole decode steps over so many tokens, and the rings' too.")  # fmt: skip
 @click.option("--kv-heads", type=options.SIZE, help="With --tokens.  [heads]")
-@options.disturbance_options
+@click.option("--arrivals", "late", callback=options.read(arrivals), metavar="P:T|T+T+..|FILE",
+              help="random, exponential, ascending, late:100us; each rank's instant.")  # fmt: skip
 @click.option("--baseline", metavar="S", help="Ratios are to this one.  [the fastest]")
 @click.option("--format", "form", type=click.Choice(["table", *_DRAWINGS]), default="table",
               help="svg, trace (for ui.perfetto.dev): one scheme over time.")  # fmt: skip
@@ -86,7 +87,7 @@ def command(
     sizes: Sizes,
     tokens: int | None,
     kv_heads: int | None,
-    disturbed: Disturbance,
+    late: Arrivals | None,
     baseline: str | None,
     form: str,
     output: Output,
@@ -108,6 +109,8 @@ def command(
     if form == "table" and output.out is not None:
         raise ArgumentError("--out takes a drawing: add --format svg or --format trace, or write --json FILE")
     output.open()
+    late = late or TOGETHER
+    late.check(ranks)
     shape = _shape(sizes, tokens, kv_heads)
 
     @functools.cache  # of all schemes, of which the rings are none
@@ -123,13 +126,13 @@ def command(
             attention, *rings = of_rings(places, shape)
             step = DecodeStep(attention, one.time, attention + one.time, *rings)
         rows.append(Row(name, where, one, step))
-    rows = _estimated(rows, baseline, sizes.payload, disturbed)
+    rows = _estimated(rows, baseline, sizes.payload, late)
     made = Report({
         "cluster": named.cluster.name,
         "named_by": named.by,
         "ranks": ranks,
         "result": result,
-        "disturbed": disturbed.text,
+        "arrivals": late.text,
         "bytes": sizes.payload.bytes,
         "rows": [_facts(row) for row in rows],
     })  # fmt: skip
@@ -140,7 +143,7 @@ def command(
             f"simulated: {ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each{to_root}; "
             f"run by {runs}"
         )
-        _show(made, rows, baseline, disturbed)
+        _show(made, rows, baseline, late)
     elif len(rows) != 1:
         raise ArgumentError(f"--format {form} draws one scheme under one placement, not {len(rows)}: name it")
     output.report(made)
@@ -148,21 +151,24 @@ def command(
         output.draw(_DRAWINGS[form](rows[0].simulation), f"{rows[0].scheme} on {ranks} ranks over time")
 
 
-def _estimated(found: list[Row], baseline: str | None, payload: Payload, disturbed: Disturbance) -> list[Row]:
+def _estimated(found: list[Row], baseline: str | None, payload: Payload, late: Arrivals) -> list[Row]:
     """Rows in the order of their times, each with its interval and that of its ratio to the baseline."""
     names = [row.scheme for row in found]
     if baseline is not None and baseline not in names:
         raise ArgumentError(f"--baseline {baseline}: is not among what is simulated; add it to --schemes")
 
     def timed(one: Simulation) -> Timed:
+        starts = late.starts
         return lambda of, draw: (
-            simulate(one.schedule, of, one.places, payload, one.executor, None, disturbed, draw).completion
+            simulate(
+                one.schedule, of, one.places, payload, one.executor, starts(draw, one.schedule.size)
+            ).completion
         )
 
     first = None if baseline is None else names.index(baseline)
     runs = [timed(row.simulation) for row in found]
     executors = {row.simulation.executor for row in found}
-    sure = estimates(found[0].simulation.cluster, runs, first, disturbed.drawn, executors)
+    sure = estimates(found[0].simulation.cluster, runs, first, late.drawn, executors)
     rows = [row._replace(estimate=estimate) for row, estimate in zip(found, sure, strict=True)]
     return sorted(rows, key=lambda row: row.estimate.time)
 
@@ -228,7 +234,7 @@ def placed(cluster: Cluster, ranks: int, where: str) -> Placement:
     return places
 
 
-def _show(made: Report, rows: list[Row], baseline: str | None, disturbed: Disturbance) -> None:
+def _show(made: Report, rows: list[Row], baseline: str | None, late: Arrivals) -> None:
     fastest = rows[0]
     columns: list[Column[Row]] = [Column("scheme", words=True)]
     if len({row.placement for row in rows}) > 1:
@@ -250,10 +256,8 @@ def _show(made: Report, rows: list[Row], baseline: str | None, disturbed: Distur
         columns.append(Column("step, µs", lambda row: row.step and row.step.time, microseconds))
     made.table(rows, columns)
     made.line()
-    if disturbed.text:
-        made.line(
-            f"times from the first entry on, with {disturbed.text}; all below is of an undisturbed step"
-        )
+    if late != TOGETHER:
+        made.line(f"times from the first entry on, with arrivals {late.text}; below, ranks enter together")
     made.line(intervals.alike((row.scheme, row.estimate) for row in rows))
     made.line(intervals.words(fastest.simulation.cluster))
     made.line("NIC: bytes of the card that sends most; messages and bytes: between nodes, of all ranks")

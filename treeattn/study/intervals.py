@@ -3,7 +3,7 @@
 Prices are as wrong as they may be (`collectives.clusters.uncertainty`), the same for every schedule, so that
 a price which all pay alike widens no ratio. On top comes what a model misses that has all prices right: the
 cluster's own `scatter`, or `BLIND`, which is how far this model is from published runs that it knew nothing
-of. Noise, if there is any, is drawn.
+of. Arrivals, if they differ by chance, are drawn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DRAWS = 16
 _T_15, _T_10 = 2.131, 2.228
 _LEAST = 1e-9  # microseconds: a step of one rank may take none
 
-#: Cluster, number of a draw of noise -> microseconds.
+#: Cluster, number of a draw of arrivals -> microseconds.
 Timed = Callable[[Cluster, int], float]
 
 

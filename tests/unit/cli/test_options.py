@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from treeattn.cli.options import Output, choices, number, numbers, output_options, read
-from treeattn.collectives.clusters.disturbance import duration
+from treeattn.collectives.clusters.arrivals import duration
 from treeattn.errors import ArgumentError
 from treeattn.report import Report
 

@@ -1,0 +1,65 @@
+"""Arrivals: against what they must add, and against words that cannot be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from made_clusters import two_tiers, with_executor
+
+from treeattn.collectives import build
+from treeattn.collectives.clusters.arrivals import arrivals
+from treeattn.collectives.clusters.simulate import simulate
+from treeattn.collectives.traffic import Payload
+from treeattn.errors import ArgumentError
+
+PLACES = tuple(range(8))
+
+
+@pytest.fixture
+def completion():
+    """Of a step of 8 ranks with these arrivals."""
+    cluster = with_executor(two_tiers(4, 2, within=1.0, between=10.0, bandwidth=1.0, cards=2), round=2.0)
+    schedule = build("recursive_doubling", 8)
+
+    def run(starts=None):
+        return simulate(schedule, cluster, PLACES, Payload(1, 1000), starts=starts).completion
+
+    return run
+
+
+@pytest.mark.parametrize("text", ["random:100us", "exponential:0.1ms", "ascending:100us", "late:100us"])
+def test_patterns_of_arrivals(text):
+    pattern = arrivals(text)
+    steps = np.array([pattern.starts(step, 50) for step in range(200)])
+    assert steps.min() >= 0
+    assert (steps == [pattern.starts(step, 50) for step in range(200)]).all()
+    mean = {"random": 50, "exponential": 100, "ascending": 50, "late": 2}[pattern.pattern]
+    assert steps.mean() == pytest.approx(mean, rel=0.1)
+    if pattern.pattern == "late":
+        assert (np.sort(steps)[:, -2:] == [0, 100]).all()
+        assert len(set(steps.argmax(axis=1))) > 25
+    else:
+        assert pattern.drawn == (pattern.pattern != "ascending")
+        assert steps.max() <= (100 if pattern.pattern != "exponential" else 3000)
+
+
+def test_arrivals_of_a_measured_trace(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("# measured\n0, 5, 10\n3 0 0\n")
+    found = arrivals(str(path))
+    assert [found.starts(step, 3) for step in range(3)] == [[0, 5, 10], [3, 0, 0], [0, 5, 10]]
+    assert found.text.startswith("trace.csv@")
+    with pytest.raises(ArgumentError, match="3 instants for 8 ranks"):
+        found.check(8)
+    assert arrivals("0+20us+1ms").given == ((0.0, 20.0, 1000.0),)
+
+
+def test_a_late_rank_delays_the_step_and_an_early_one_does_not(completion):
+    assert completion([0.0] * 7 + [50.0]) == pytest.approx(completion() + 50)
+    assert completion([50.0] * 8) == pytest.approx(completion())
+
+
+@pytest.mark.parametrize("text", ["", "early:5us", "random", "random:5", "none.csv", "0+5", "5us"])
+def test_words_that_cannot_be(text):
+    with pytest.raises(ArgumentError):
+        arrivals(text)
