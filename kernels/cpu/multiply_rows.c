@@ -1,5 +1,5 @@
 /* Matrices times a few vectors, which is what decoding is beside attention: bound by reading the matrices, once, as
- * they lie: their elements of 16 and 8 bits are widened in registers.
+ * they lie: their elements of 16 bits are widened in registers.
  *
  * An output is the same sum, term by term, however many vectors and threads there are: so drafts that are verified
  * together have the bits of tokens that come alone. */
@@ -12,11 +12,10 @@ enum { BLOCK = WIDTH, ITEM_BYTES = 1 << 16 }; /* rows whose sums are folded toge
  * more to do than to read it. Measured on an AMD EPYC 9004 (Zen 4). */
 enum { MOST_VECTORS = 4, AHEAD = 8192 };
 
-/* One of the matrices, [rows, columns], and what its rows are multiplied with (NULL: nothing). */
+/* One of the matrices, [rows, columns]. */
 struct matrix {
   const char *elements;
   int64_t rows;
-  const float *scales;
 };
 
 struct product {
@@ -46,11 +45,8 @@ INLINE unit load_weights(int type, const char *from, int count) {
 INLINE int comes_split(int type) { return WIDTH < 16 && is_split(type); }
 
 /* Rows that go through at once: each number of a vector is loaded once for all of them, if the compiler is kept from
- * loading it anew; and sums of one row of int8 would wait for each other. Otherwise one row after the other: memory is
- * read fastest as one stream. */
-INLINE int rows_together(int type, int count) {
-  return (WIDTH == 16 ? type == INT8 || count > 2 : type == INT8 && count <= 2) ? 2 : 1;
-}
+ * loading it anew. Otherwise one row after the other: memory is read fastest as one stream. */
+INLINE int rows_together(int count) { return WIDTH == 16 && count > 2 ? 2 : 1; }
 INLINE vector in_register(vector value) {
 #if SIMD_AVX512
   __asm__("" : "+v"(value));
@@ -61,11 +57,11 @@ INLINE vector in_register(vector value) {
 /* One unit of some rows times that of `count` vectors. */
 INLINE void multiply_unit(const struct product *p, int type, const char *from, int64_t row_bytes, const float *x,
                           int elements, int count, unit sums[][MOST_VECTORS]) {
-  const int rows = rows_together(type, count);
+  const int rows = rows_together(count);
   unit held[2];
   for (int r = 0; r < rows; ++r, from += row_bytes) {
     held[r] = load_weights(type, from, elements);
-    for (size_t i = 0; (count > 1 || type == INT8) && i < UNIT * element_size(type); i += 64)
+    for (size_t i = 0; count > 1 && i < UNIT * element_size(type); i += 64)
       __builtin_prefetch(from + AHEAD + i, 0, 2);
   }
   for (int n = 0; n < count; ++n) {
@@ -84,7 +80,7 @@ INLINE void multiply_block(const struct product *p, int type, const struct matri
   const int64_t size = (int64_t)element_size(type), row_bytes = p->columns * size;
   const char *from = m->elements + row * row_bytes;
   const float *x = p->vectors + vector_at * p->padded;
-  const int together = rows_together(type, count);
+  const int together = rows_together(count);
   vector lanes[MOST_VECTORS][BLOCK];
   float folded[BLOCK];
   if (rows < BLOCK) memset(lanes, 0, sizeof lanes);
@@ -99,7 +95,6 @@ INLINE void multiply_block(const struct product *p, int type, const struct matri
   }
   for (int n = 0; n < count; ++n) {
     store(folded, sum_each(lanes[n]));
-    for (int r = 0; m->scales && r < rows; ++r) folded[r] *= m->scales[row + r];
     memcpy(out + (vector_at + n) * p->out_rows, folded, sizeof(float) * (size_t)rows);
   }
 }
@@ -140,9 +135,6 @@ static void multiply_item(void *context, int64_t item, int worker) {
     break;
   case BFLOAT16:
     multiply_rows_of(p, BFLOAT16, m, row, past, out);
-    break;
-  case INT8:
-    multiply_rows_of(p, INT8, m, row, past, out);
     break;
   }
 }

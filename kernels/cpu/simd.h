@@ -38,9 +38,9 @@ typedef float vector __attribute__((vector_size(WIDTH * 4), may_alias));
 typedef int32_t vector_int __attribute__((vector_size(WIDTH * 4), may_alias));
 typedef uint32_t vector_bits __attribute__((vector_size(WIDTH * 4), may_alias));
 
-/* Element types of q, k and v: the numbers that treeattn/backends/cpu/arguments.py passes. Floats of 8 bits: k, v only;
- * int8: matrices of multiply_rows.c only. */
-enum element_type { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, E4M3FN = 3, E5M2 = 4, INT8 = 5 };
+/* Element types of q, k and v: the numbers that treeattn/backends/cpu/arguments.py passes. Floats of 8 bits: k, v
+ * only. */
+enum element_type { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, E4M3FN = 3, E5M2 = 4 };
 
 INLINE size_t element_size(enum element_type type) { return type == FLOAT32 ? 4 : type <= BFLOAT16 ? 2 : 1; }
 
@@ -193,7 +193,6 @@ enum { SPLITS_E4M3FN = 0, SPLITS_E5M2 = 0 };
 #endif
 
 INLINE int is_split(enum element_type type) {
-  if (type == INT8) return 0;
   if (type > BFLOAT16) return type == E5M2 ? SPLITS_E5M2 : SPLITS_E4M3FN;
   return type == BFLOAT16 || (type == FLOAT16 && !CAN_WIDEN_HALF);
 }
@@ -333,22 +332,7 @@ INLINE unit load_float8(enum element_type type, const char *from) {
 }
 #endif
 
-INLINE unit load_int8(const char *from) {
-#if SIMD_AVX512
-  return (unit){_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)from))),
-                _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const void *)(from + WIDTH))))};
-#elif SIMD_AVX2
-  return (unit){_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)from))),
-                _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const void *)(from + WIDTH))))};
-#else
-  float wide[UNIT];
-  for (int i = 0; i < UNIT; ++i) wide[i] = (float)(int8_t)from[i];
-  return (unit){load(wide), load(wide + WIDTH)};
-#endif
-}
-
 INLINE unit load_unit(enum element_type type, const char *from) {
-  if (type == INT8) return load_int8(from);
   if (type == BFLOAT16) return load_bfloat16(from);
   if (type == FLOAT16) return load_float16(from);
   if (type > BFLOAT16) return load_float8(type, from);

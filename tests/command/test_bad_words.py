@@ -100,9 +100,6 @@ BAD = {
         --threads 99999999999                               | 256 are the most of one process
         --device abacus                                     | is not one of 'cpu', 'cuda'
         --device cuda --threads 2                           | --threads is about the CPU
-        --tune --device cuda                                | --tune is of one thread of the CPU and no groups
-        --tune --threads 2                                  | --tune is of one thread of the CPU and no groups
-        --tune --groups 4                                   | --tune is of one thread of the CPU and no groups
     """,
     "schedule": """
         chain                                               | --ranks N: over how many ranks

@@ -122,9 +122,8 @@ class Device(Protocol):
     def most_queries(self, heads: int, kv_heads: int) -> int | None:
         """How many queries attention takes at once; None for any number."""
 
-    def weights(self, array: Array, dtype: str | None = None) -> Any:
-        """An array of the host as `product` reads it, there. dtype: "int8" rounds a matrix, with a scale for
-        each row, whose rows are float32 where they are indexed; on the processor alone."""
+    def weights(self, array: Array) -> Array:
+        """An array of the host as `product` reads it, there."""
 
     def product(self, matrices: Sequence[Any]) -> Callable[[Array], Array]:
         """Called with vectors [count, columns]: vectors @ matrix.T of each matrix, side by side: a new array

@@ -14,7 +14,6 @@ from treeattn.report import Column, Progress, Report
 from treeattn.study import environment
 from treeattn.study.roofline import cpu as roofline
 from treeattn.study.roofline import cuda as roofline_cuda
-from treeattn.study.roofline import tune as tuning
 
 _CASE: list[Column[dict[str, Any]]] = [Column("dtype"), Column("query heads\nper KV head", "group")]
 _CPU = [
@@ -34,14 +33,6 @@ _CUDA = [
     Column("% of\ncopy rate", "percent_of_copy_rate", ".0f"),
 ]
 
-_TUNED: list[Column[dict[str, Any]]] = [
-    Column("dtype"),
-    Column("setting"),
-    Column("number"),
-    Column("µs", "microseconds", ".0f"),
-    Column("chosen", "chosen"),
-]
-
 
 @click.command("roofline")
 @DEVICE
@@ -53,8 +44,6 @@ _TUNED: list[Column[dict[str, Any]]] = [
 @click.option("--repeat", type=COUNT,
               help="How often limits and attention are run in turn: default 7, of which the best counts; "
                    "with cuda 21, of which the median counts.")  # fmt: skip
-@click.option("--tune", is_flag=True,
-              help="Measure settings of the CPU kernels, and keep the fastest for this CPU.")  # fmt: skip
 @output_options(wide=False, json="Write what was measured here.")
 def command(
     device: str,
@@ -63,7 +52,6 @@ def command(
     groups: list[int],
     threads: list[int] | None,
     repeat: int | None,
-    tune: bool,
     output: Output,
 ) -> None:
     """Measure decoding steps (one query, 8 KV heads x 128) against what this machine's memory delivers.
@@ -72,17 +60,11 @@ def command(
     CPU it is the read rate. With --device cuda it is the device-to-device copy rate, where a copy
     of n bytes counts as 2n: "% of copy rate" is the bytes of the cache that attention reads per second,
     from a cold L2 cache, against 2n over the time of the copy.
-
-    With --tune kernels are compiled with other sizes of blocks and distances of prefetches, in a minute or
-    two. What is fastest for each type is kept with the compiled kernels, for processes that start from then
-    on. Last bits of results may change.
     """
     if launch.launched_as()[1] > 1:
         raise ArgumentError(
             "roofline measures one process, which others would slow down: start it without mpiexec"
         )
-    if tune and (device == "cuda" or threads is not None or groups != [1, 4]):
-        raise ArgumentError("--tune is of one thread of the CPU and no groups: leave out the rest")
     if device == "cuda" and threads is not None:
         raise ArgumentError("--threads is about the CPU: leave it out with --device cuda")
     if device == "cuda" and (problem := cupy_runtime.problem()):
@@ -91,9 +73,7 @@ def command(
     # Before measuring: it loads the MPI library, which may end the process.
     facts = {"cpu": environment.cpu_name(), "software": environment.software()}
     what = tokens, dtypes.split(","), groups
-    if tune:
-        made = _of_tuning(tuning.tune(*what[:2], repeat or 21, progress=Progress()) | facts)
-    elif device == "cuda":
+    if device == "cuda":
         made = _of_cuda(roofline_cuda.measure(*what, repeat or 21, progress=Progress()) | facts)
     else:
         made = _of_cpu(roofline.measure(*what, threads or [1], repeat or 7, progress=Progress()) | facts)
@@ -108,17 +88,6 @@ def _of_cpu(measured: dict[str, Any]) -> Report:
     made.text(f"read rate of one core: {measured['read_rate_gb_s']:.1f} GB/s, measured between the steps,")
     made.text(f"in the fastest of many ways ({measured['reader']})")
     made.text("bound: the slower of reading and multiplying, with as many threads")
-    return made
-
-
-def _of_tuning(measured: dict[str, Any]) -> Report:
-    made = Report(measured)
-    made.line(f"{measured['cpu']}, {measured['isa']}")
-    made.table(measured["rows"], _TUNED)
-    kept = measured["file"]
-    made.text(
-        f"kept in {kept}" if kept else "the defaults are the fastest here, to 2 percent: nothing is kept"
-    )
     return made
 
 

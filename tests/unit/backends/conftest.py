@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from treeattn.backends import cpu
-from treeattn.backends.cpu import compile
+from treeattn.backends.cpu import attention, compile
 from treeattn.errors import BackendError
 
 # The gate takes the fastest instruction set, a deep run the others too.
@@ -27,7 +27,7 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
         monkeypatch.setattr(compile, "loaded", lambda: (None, "not wanted"))
         return "numpy"
     isa, order = request.param
-    monkeypatch.setenv("TREEATTN_READ_ORDER", order)
+    monkeypatch.setattr(attention, "read_order", lambda: order)
     take(isa, monkeypatch)
     return f"{isa}-{order}"
 

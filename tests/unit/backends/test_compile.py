@@ -8,8 +8,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -194,33 +192,6 @@ def test_without_a_compiler_numpy_serves(compiler):
     assert "compiler" in problem or "failed" in problem
     assert ("bad" in compiler) == ("x.c:1: error: bad" in problem)
     assert values == "8.0 9.0 10.0 11.0 12.0 13.0 14.0 15.0"
-
-
-@pytest.mark.usefixtures("tiny", "cache")
-def test_a_compile_that_fails_is_not_repeated_by_those_who_wait(tmp_path, as_cc, monkeypatch):
-    """Of three that come at once, one compiles, not before all stand at the lock; who comes later tries."""
-    log, go = tmp_path / "compilations", tmp_path / "go"
-    script = as_cc(
-        f'case "$*" in *--version*) exit 0;; esac\necho once >> {log}\n'
-        f'while [ ! -e {go} ]; do sleep 0.01; done\necho "error: too old" >&2; exit 1\n'
-    )
-    lock, waiting = compile.fcntl.flock, threading.Semaphore(0)
-
-    def flock(*arguments):
-        waiting.release()
-        lock(*arguments)
-
-    monkeypatch.setattr(compile.fcntl, "flock", flock)
-    with ThreadPoolExecutor(3) as ranks:
-        ended = [ranks.submit(compile.library_path, "portable") for _ in range(3)]
-        for _ in ended:
-            assert waiting.acquire(timeout=300)
-        go.touch()
-        assert {str(one.exception()) for one in ended} == {f"{script} failed with status 1: error: too old"}
-    assert log.read_text() == "once\n"
-    with pytest.raises(BackendError, match="too old"):
-        compile.library_path("portable")
-    assert log.read_text() == "once\n" * 2
 
 
 @needs_compiler

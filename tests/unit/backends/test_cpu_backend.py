@@ -373,19 +373,12 @@ def test_threads_start_anew_after_a_fork():
 
 @pytest.mark.parametrize(("vendor", "order"), [("AuthenticAMD", "neighbours"), ("GenuineIntel", "scattered")])
 def test_read_order_follows_the_processor(monkeypatch, vendor, order):
-    monkeypatch.delenv("TREEATTN_READ_ORDER", raising=False)
     monkeypatch.setattr(compile, "processor_vendor", lambda: vendor)
     assert cpu.read_order() == order
 
 
-@pytest.mark.parametrize(
-    ("variable", "text", "said"),
-    [
-        ("TREEATTN_READ_ORDER", "backwards", "=backwards: choose from scattered, neighb"),
-        *(("TREEATTN_THREADS", text, "") for text in ("0", "-1", "two", "1.5", "")),
-    ],
-)
-def test_settings_that_cannot_be(monkeypatch, variable, text, said):
-    monkeypatch.setenv(variable, text)
-    with pytest.raises(ArgumentError, match=variable + said):
+@pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", ""])
+def test_numbers_of_threads_that_cannot_be(monkeypatch, text):
+    monkeypatch.setenv("TREEATTN_THREADS", text)
+    with pytest.raises(ArgumentError, match="TREEATTN_THREADS"):
         cpu.PlannedAttention(partial.identity((1, 1, 1), 8), scale=1.0)

@@ -6,30 +6,24 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from treeattn.backends.cpu import PlannedProduct, compile, compiled_kernels_problem, int8_rows
+from treeattn.backends.cpu import PlannedProduct, compile, compiled_kernels_problem
 from treeattn.backends.cpu import multiply_rows as module
-from treeattn.backends.cpu.int8_rows import Int8Rows
-from treeattn.errors import ArgumentError
 
 pytestmark = pytest.mark.skipif(compiled_kernels_problem() is not None, reason="no C compiler")
 
 
 TYPES = [np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
-INT8 = Int8Rows.dtype
 
 
 def drawn(rng, rows, columns, dtype):
     """A matrix that begins anywhere in memory."""
     spare = int(rng.integers(32))
     flat = rng.standard_normal(rows * columns + spare, np.float32)
-    if dtype == INT8:
-        made = Int8Rows.rounded(flat.reshape(1, -1)).values[0, spare:].reshape(rows, columns)
-        return Int8Rows(made, rng.standard_normal(rows, np.float32))
     return flat.astype(dtype)[spare:].reshape(rows, columns)
 
 
 @pytest.mark.parametrize("isa", compile.available_isas())
-@pytest.mark.parametrize("dtype", [*TYPES, INT8], ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("columns", [0, 1, 7, 16, 31, 32, 65, 576])
 def test_a_product_is_numpys(monkeypatch, isa, dtype, columns):
     monkeypatch.setenv("TREEATTN_ISA", isa)
@@ -48,20 +42,12 @@ def test_a_product_is_numpys(monkeypatch, isa, dtype, columns):
         assert (np.abs(got - wanted[:count]) <= bound[:count]).all()
 
 
-def split(matrix, at):
-    """A matrix as several, in the memory where it is."""
-    if not isinstance(matrix, Int8Rows):
-        return np.split(matrix, at)
-    pairs = zip(np.split(matrix.values, at), np.split(matrix.scales, at), strict=True)
-    return [Int8Rows(*pair) for pair in pairs]
-
-
-@pytest.mark.parametrize("dtype", [*TYPES, INT8], ids=str)
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_bits_do_not_depend_on_company_or_threads(monkeypatch, dtype):
     """Nor on whether one call is of several matrices."""
     rng = np.random.default_rng(5)
     matrix, vectors = drawn(rng, 1000, 333, dtype), rng.standard_normal((13, 333), np.float32)
-    parts = split(matrix, [7, 500])
+    parts = np.split(matrix, [7, 500])
     alone = np.concatenate(
         [np.concatenate([PlannedProduct([part])(one[None]) for part in parts], 1) for one in vectors]
     )
@@ -82,10 +68,10 @@ def test_what_the_kernel_does_not_take_is_numpys():
 
 
 def test_numpy_widens_some_rows_at_a_time(monkeypatch):
-    monkeypatch.setattr(int8_rows, "WIDENED", 100)
+    monkeypatch.setattr(module, "_WIDENED", 100)
     rng = np.random.default_rng(7)
-    matrices = [drawn(rng, 40, 9, dtype) for dtype in (*TYPES, INT8)]
-    vectors, whole = rng.standard_normal((30, 9), np.float32), [int8_rows.widened(one) for one in matrices]
+    matrices = [drawn(rng, 40, 9, dtype) for dtype in TYPES]
+    vectors, whole = rng.standard_normal((30, 9), np.float32), [one.astype(np.float32) for one in matrices]
     for count in (2, 30):
         assert np.allclose(
             PlannedProduct(matrices)(vectors[:count]), vectors[:count] @ np.concatenate(whole).T, atol=1e-5
@@ -103,29 +89,6 @@ def test_every_number_of_16_bits_is_widened(monkeypatch, isa, dtype):
         matrix[np.arange(1 << 16), np.arange(1 << 16) % columns] = numbers
         got = PlannedProduct([matrix])(np.ones((1, columns), np.float32))[0]
         np.testing.assert_array_equal(got, numbers.astype(np.float32))
-
-
-@pytest.mark.parametrize("columns", [0, 1, 700])
-def test_rows_of_int8_are_rounded_to_the_nearest(monkeypatch, columns):
-    """Also rows of zeros, and ones that are all subnormal; the largest of a row is kept."""
-    monkeypatch.setattr(int8_rows, "WIDENED", 1000)
-    matrix = np.random.default_rng(8).standard_normal((9, columns), np.float32)
-    matrix[3], matrix[5], matrix[7] = 0, 1e-44, matrix[7] * 1e30
-    made = Int8Rows.rounded(matrix.astype(ml_dtypes.bfloat16))
-    wide = matrix.astype(ml_dtypes.bfloat16).astype(np.float32)
-    assert (len(made), made.shape, made.nbytes) == (9, (9, columns), 9 * columns + 36)
-    assert (np.abs(made[:] - wide) <= 0.5001 * made.scales[:, None] + 1e-44).all()
-    assert np.array_equal(made[[5, 0]], made[:][[5, 0]])
-    largest = np.abs(wide).max(axis=1, initial=0)
-    np.testing.assert_allclose(127 * made.scales, largest, rtol=1e-6, atol=1e-42)
-
-
-@pytest.mark.parametrize("wrong", [np.inf, np.nan])
-def test_what_is_not_finite_has_no_scale(wrong):
-    matrix = np.zeros((3, 5), np.float32)
-    matrix[1, 2] = wrong
-    with pytest.raises(ArgumentError, match="int8 weights: a matrix has infinities or NaN"):
-        Int8Rows.rounded(matrix)
 
 
 def test_vectors_of_another_length_are_refused():

@@ -13,7 +13,7 @@ class Measured(Exception):
     """Instead of results."""
 
 
-@pytest.mark.parametrize("words", [[], ["--device", "cuda"], ["--tune"]])
+@pytest.mark.parametrize("words", [[], ["--device", "cuda"]])
 def test_nothing_is_measured_before_the_software_is_known(
     monkeypatch: pytest.MonkeyPatch, words: list[str]
 ) -> None:
@@ -27,18 +27,7 @@ def test_nothing_is_measured_before_the_software_is_known(
     monkeypatch.setattr(cupy_runtime, "problem", lambda: None)
     for module in (command.roofline, command.roofline_cuda):
         monkeypatch.setattr(module, "measure", measure)
-    monkeypatch.setattr(command.tuning, "tune", measure)
     monkeypatch.setattr(environment, "software", lambda: order.append("software"))
     with pytest.raises(Measured):
         command.command.main(words, standalone_mode=False)
     assert order == ["software", "measured"]
-
-
-@pytest.mark.parametrize(
-    ("kept", "said"), [("/there", "kept in /there"), (None, "the defaults are the fastest")]
-)
-def test_what_was_tuned_is_told(monkeypatch: pytest.MonkeyPatch, capsys, kept: str | None, said: str) -> None:
-    row = {"dtype": "float32", "setting": "BLOCK_TOKENS", "number": 128, "microseconds": 1.0, "chosen": True}
-    monkeypatch.setattr(command.tuning, "tune", lambda *_, **__: {"isa": "avx2", "rows": [row], "file": kept})
-    command.command.main(["--tune"], standalone_mode=False)
-    assert said in capsys.readouterr().out

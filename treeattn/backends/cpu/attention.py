@@ -3,7 +3,6 @@
 Environment, read here:
 
 - ``TREEATTN_THREADS``: threads of one process for attention, default 1.
-- ``TREEATTN_READ_ORDER``: one of `ORDERS`, in which the cache is read; `read_order` says the default.
 """
 
 from __future__ import annotations
@@ -279,21 +278,15 @@ _ANY = 1 << 62
 def check_environment() -> None:
     """Raise `ArgumentError` for settings that cannot be used, before anything is planned with them."""
     process_threads()
-    read_order()
 
 
 def read_order() -> str:
-    """In which order this processor is given the cache to read: ``TREEATTN_READ_ORDER``, else by its maker.
+    """In which order this processor is given the cache to read, by its maker.
 
     AMD's cores follow few streams of memory at once: 32 are read at a third of the rate of one there, where
-    Intel's read 32 faster than one (`treeattn roofline` measures it). Other makers: nobody has measured.
-
-    Raises `ArgumentError` for a setting that is none of `ORDERS`.
+    Intel's read 32 faster than one. Other makers: nobody has measured.
     """
-    wanted = os.environ.get("TREEATTN_READ_ORDER", "")
-    if wanted and wanted not in ORDERS:
-        raise ArgumentError(f"TREEATTN_READ_ORDER={wanted}: choose from {', '.join(ORDERS)}")
-    return wanted or ("neighbours" if compile.processor_vendor() == "AuthenticAMD" else "scattered")
+    return "neighbours" if compile.processor_vendor() == "AuthenticAMD" else "scattered"
 
 
 def process_threads() -> int:

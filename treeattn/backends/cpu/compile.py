@@ -6,7 +6,7 @@ The instruction set is part of a compiled file's name and comes from explicit fl
 Environment, each read here and nowhere else:
 
 - ``CC``: the compiler, with arguments if need be; default ``cc``.
-- ``TREEATTN_CACHE``: where compiled kernels are kept, and what was tuned; default
+- ``TREEATTN_CACHE``: where compiled kernels are kept; default
   ``$XDG_CACHE_HOME/treeattn``, else ``~/.cache/treeattn``, else a private folder among the temporary files.
 - ``TREEATTN_ISA``: use this instruction set, one of `ISA_FLAGS` that the processor has.
 """
@@ -18,18 +18,15 @@ import ctypes
 import fcntl
 import functools
 import hashlib
-import json
 import os
 import platform
 import shlex
 import stat
 import subprocess
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from treeattn.backends import kernel_folder
-from treeattn.backends.cpu import tuned
 from treeattn.errors import ArgumentError, BackendError
 
 #: Compiler flags of each instruction set, the fastest first.
@@ -91,65 +88,13 @@ def compiled_kernels_problem() -> str | None:
 
 def loaded() -> tuple[ctypes.CDLL | None, str | None]:
     """The compiled kernels, or why there are none."""
-    return _load(chosen_isa(), *_tried)
-
-
-@contextlib.contextmanager
-def trying(chosen: tuned.Chosen) -> Iterator[None]:
-    """Let `loaded` give kernels with these settings, whatever was tuned."""
-    _tried[:] = [_defined(chosen)]
-    try:
-        yield
-    finally:
-        _tried.clear()
-
-
-_tried: list[tuple[str, ...]] = []
-
-
-def chosen_settings(isa: str) -> tuned.Chosen:
-    """What was tuned for this processor; nothing: the defaults of the sources hold."""
-    path = _settings_file(_chosen_folder(), isa)
-    return tuned.read(path) if os.path.exists(path) else {}  # nor where its folder cannot be read
-
-
-def write_settings(isa: str, chosen: tuned.Chosen) -> Path:
-    """Keep settings for processes that start from now on; returns the file. Those of the sources: nothing is
-    to be kept. Raises `ArgumentError` where ``TREEATTN_CACHE`` cannot be written."""
-    path = _settings_file(_writable_folder(), isa)
-    if chosen == default_settings(isa):
-        path.unlink(missing_ok=True)
-    else:
-        path.write_text(json.dumps(chosen) + "\n", encoding="utf-8")
-    return path
-
-
-def _settings_file(folder: Path, isa: str) -> Path:
-    """Of this processor: machines of different kinds can share a folder."""
-    processor = _processor("model name").encode()
-    return folder / f"tuned-{isa}-{hashlib.sha256(processor).hexdigest()[:16]}.json"
-
-
-def _defined(chosen: tuned.Chosen) -> tuple[str, ...]:
-    """Settings as the compiler takes them."""
-    return tuple(f"-D{name}={','.join(map(str, numbers))}" for name, numbers in chosen.items())
-
-
-def default_settings(isa: str) -> tuned.Chosen:
-    """Those of the sources, as the compiler sees them. Raises `BackendError` where there is none."""
-    with tempfile.TemporaryDirectory(prefix="treeattn-build-") as build:
-        for name, content in _sources().items():
-            (Path(build) / name).write_bytes(content)
-        said = _run([*_compiler(), *ISA_FLAGS[isa], "-dM", "-E", str(Path(build) / "tuned.h")])
-    lines = (line.split(maxsplit=2) for line in said.splitlines())
-    found = {name: numbers for _, name, numbers in (line for line in lines if len(line) == 3)}
-    return {name: [int(number) for number in found[name].split(",")] for name in tuned.SETTINGS}
+    return _load(chosen_isa())
 
 
 @functools.cache
-def _load(isa: str, *tried: tuple[str, ...]) -> tuple[ctypes.CDLL | None, str | None]:
+def _load(isa: str) -> tuple[ctypes.CDLL | None, str | None]:
     try:
-        kernels = library(isa, *tried)
+        kernels = library(isa)
     except BackendError as error:
         return None, str(error)
     for names, result in _RESULTS.items():
@@ -159,14 +104,13 @@ def _load(isa: str, *tried: tuple[str, ...]) -> tuple[ctypes.CDLL | None, str | 
 
 
 @functools.cache
-def library(isa: str, *tried: tuple[str, ...]) -> ctypes.CDLL:
-    """The kernels compiled for an instruction set, now if they never were; tried: with flags instead of those
-    that were tuned.
+def library(isa: str) -> ctypes.CDLL:
+    """The kernels compiled for an instruction set, now if they never were.
 
     Raises `BackendError` where there is no compiler, it refuses the sources, or what it made cannot be
     loaded, `ArgumentError` where ``TREEATTN_CACHE`` cannot be written.
     """
-    path = library_path(isa, *tried)
+    path = library_path(isa)
     try:
         return ctypes.CDLL(str(path))
     except OSError as error:
@@ -176,17 +120,16 @@ def library(isa: str, *tried: tuple[str, ...]) -> ctypes.CDLL:
         ) from error
 
 
-def library_path(isa: str, *tried: tuple[str, ...]) -> Path:
+def library_path(isa: str) -> Path:
     """The file with the kernels for one instruction set, compiled now if it is not there or damaged.
 
-    One process of a machine compiles while the others wait; where it fails, they fail of the same. The
-    file appears whole or not at all, and is read once before it is loaded: to load a truncated one would
-    end the process with a bus error.
+    One process of a machine compiles while the others wait. The file appears whole or not at all, and is
+    read once before it is loaded: to load a truncated one would end the process with a bus error.
     Where there is no compiler, as on the compute nodes of some clusters, what another machine with
     the same cache folder compiled from the same sources serves too.
     """
     compiler, sources = _compiler(), _sources()
-    flags = *_FLAGS, *ISA_FLAGS[isa], *(tried[0] if tried else _defined(chosen_settings(isa)))
+    flags = *_FLAGS, *ISA_FLAGS[isa]
     stem = f"kernels-{isa}-{_digest(platform.machine(), platform.system(), *flags, sources)}"
     try:
         version = _run([*compiler, "--version"])
@@ -200,9 +143,12 @@ def library_path(isa: str, *tried: tuple[str, ...]) -> Path:
     if _is_whole(path):
         return path
     path = _writable_folder() / name
-    if not _is_whole(path):
-        _compile_once([*compiler, *flags], sources, path)
-    return path
+    with (path.parent / f"compiling-on-{platform.node()}.lock").open("a") as lock:
+        with contextlib.suppress(OSError):  # without working locks several compile: harmless
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_whole(path):
+            _compile([*compiler, *flags], sources, path)
+    return path  # closing the file gave the lock back
 
 
 def _compiler() -> list[str]:
@@ -211,34 +157,6 @@ def _compiler() -> list[str]:
         return shlex.split(os.environ.get("CC", "")) or ["cc"]
     except ValueError as error:
         raise BackendError(f"CC={os.environ['CC']} cannot be read as a command: {error}") from None
-
-
-def _compile_once(command: list[str], sources: dict[str, bytes], path: Path) -> None:
-    """Compile unless another process did, or failed to, while this one waited for it."""
-    failure = path.with_suffix(".failed")
-    known = _written(failure)
-    with _locked(path.parent):
-        if _is_whole(path):
-            return
-        if _written(failure) != known:
-            raise BackendError(failure.read_text(encoding="utf-8"))
-        try:
-            _compile(command, sources, path)
-        except BackendError as error:
-            with contextlib.suppress(OSError):  # told to whoever waits, as far as it can be
-                failure.unlink(missing_ok=True)
-                failure.write_text(str(error), encoding="utf-8")
-            raise
-        failure.unlink(missing_ok=True)
-
-
-def _written(path: Path) -> tuple[int, int] | None:
-    """What differs between two writings of a file; None where there is none."""
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns
 
 
 def _sources() -> dict[str, bytes]:
@@ -373,15 +291,6 @@ def _private_temporary_folder() -> Path:
         return folder if private else Path(tempfile.mkdtemp(prefix="treeattn-"))
     except OSError as error:
         raise BackendError(f"no place for compiled kernels: {error}; set TREEATTN_CACHE") from error
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold this machine's lock on a cache folder. Without working locks several may compile: harmless."""
-    with (folder / f"compiling-on-{platform.node()}.lock").open("a") as lock:
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield  # closing the file gives the lock back
 
 
 @functools.cache

@@ -17,7 +17,6 @@ from treeattn.attention.pages import BlockTable
 from treeattn.attention.shape import Shape, as_tensor, bits_of
 from treeattn.backends.cpu import arguments, compile
 from treeattn.backends.cpu.attention import PlannedAttention, check_environment
-from treeattn.backends.cpu.int8_rows import Int8Rows
 from treeattn.backends.cpu.multiply_rows import PlannedProduct
 from treeattn.backends.cpu.records import MergeOperator, planned_finish, planned_pack, planned_scale
 from treeattn.collectives.runtime.memory import HOST
@@ -138,12 +137,9 @@ class Cpu:
     def most_queries(self, heads: int, kv_heads: int) -> int | None:
         return None
 
-    def weights(self, array: Array, dtype: str | None = None) -> Array | Int8Rows:
+    def weights(self, array: Array) -> Array:
         """A copy of the same type in `LargePages`."""
-        if dtype is None:
-            return self._weights.put(array)
-        rounded = Int8Rows.rounded(array)
-        return Int8Rows(self._weights.put(rounded.values), rounded.scales)
+        return self._weights.put(array)
 
     def product(self, matrices: Sequence[Any]) -> Callable[[Array], Array]:
         """The compiled kernel for a few vectors, or NumPy."""

@@ -29,7 +29,7 @@ from treeattn.backends.cuda.variants import (
 )
 from treeattn.collectives.runtime.memory import Memory, Stream
 from treeattn.collectives.runtime.reducer import Reducer
-from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 
 if TYPE_CHECKING:
@@ -202,10 +202,8 @@ class Cuda:
         """As many as the grid of a launch has tiles for."""
         return most_queries(heads, kv_heads)
 
-    def weights(self, array: Array, dtype: str | None = None) -> Array:
-        """A new device array of float32, which is what cuBLAS multiplies here: no other dtype is served."""
-        if dtype is not None:
-            raise RestrictionError(f"weight_dtype {dtype} is of device cpu: leave it out on cuda")
+    def weights(self, array: Array) -> Array:
+        """A new device array of float32, which is what cuBLAS multiplies here."""
         return self.from_host(np.asarray(array, np.float32))
 
     def product(self, matrices: Sequence[Any]) -> Callable[[Array], Array]:

@@ -79,7 +79,6 @@ def measure(
         "multiply_add_rate_g_s": limits.multiply_add_rate / 1e9,
         "isa": compile.chosen_isa(),
         "order": cpu.read_order(),
-        "tuned": dict(compile.chosen_settings(compile.chosen_isa())),
         "rows": rows,
     }
 
