@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import xml.etree.ElementTree as ElementTree
 
+import click
 import pytest
 
-from treeattn import collectives, mpi_library, report, schemes
+from treeattn import cli, collectives, mpi_library, report, schemes
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.cli import doctor, probe
 from treeattn.errors import BackendError
 
-from .launch import in_process, mpiexec, run, treeattn
+from .launch import ROOT, in_process, mpiexec, run, treeattn
 
 
 def test_help_lists_each_command_with_its_whole_sentence():
@@ -29,6 +31,22 @@ def test_help_lists_each_command_with_its_whole_sentence():
     for entry in entries:
         assert entry.rstrip().endswith(".")
         assert "..." not in entry
+
+
+def test_the_list_of_commands_is_that_of_their_modules():
+    """With the first paragraph of each one's own help."""
+    modules = {path.stem.replace("_", "-") for path in (ROOT / "treeattn/cli").glob("*.py")}
+    context = click.Context(cli.commands)
+    found = {}
+    for name in modules - {"--init--"}:
+        command = getattr(importlib.import_module(f"treeattn.cli.{name.replace('-', '_')}"), "command", None)
+        if isinstance(command, click.Command):
+            found[name] = " ".join(command.help.partition("\n\n")[0].split())
+    assert found == {name: cli._COMMANDS[name] for name in cli.commands.list_commands(context)}
+
+
+def test_a_slip_in_a_commands_name_is_told():
+    assert "No such command 'decod': did you mean decode?" in in_process("decod", "x", code=2).stderr
 
 
 def test_without_a_command_it_says_which_there_are():

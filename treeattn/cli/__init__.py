@@ -6,7 +6,7 @@ reached its limit; 130 interrupted; 143 ended by SIGTERM, 129 by SIGHUP; 1 anyth
 
 from __future__ import annotations
 
-import ast
+import difflib
 import functools
 import importlib
 import os
@@ -15,7 +15,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import click
@@ -30,40 +29,72 @@ __all__ = ["main"]
 INTERRUPTED = 130  # as shells count: 128 + SIGINT
 
 
+#: Names of commands and their help: of a module beside this one each, imported when it is used.
+_COMMANDS = {
+    "cache-node": "Keep keys and values for the model process, rank 0, and attend to them until it ends.",
+    "calibrate": "Measure what messages cost between the ranks of this job, and write it as a cluster file.",
+    "check-partials": "Find out why the partial results of several ranks do not add up. Needs no MPI.",
+    "compare": "Measure schemes against each other: cold and warm, with intervals, errors, payload and "
+    "memory.",
+    "decode": "Decode the query of INPUT over its KV cache, every rank holding a shard of the tokens.",
+    "doctor": "Say what treeattn finds on this machine, and how to mend what it misses.",
+    "export": "Write results of `treeattn compare --out` as CSV or Parquet, or as OSU's and NCCL's "
+    "benchmarks would.",
+    "generate": "Continue a prompt: text on stdout as it comes, what was measured on stderr.",
+    "paper": "Print the paper's experiments: ours, the paper's number and the model side by side "
+    "(default: all).",
+    "plot": "Draw figures from files of `treeattn compare --out` and `treeattn roofline --json`. Needs "
+    "no MPI.",
+    "published": "Predict all-reductions published of supercomputers. Needs no MPI; each FILE is CSV or "
+    "gzip of it.",
+    "report": "Write results of `treeattn compare --out` as one HTML file that needs no network and no MPI.",
+    "roofline": "Measure decoding steps (one query, 8 KV heads x 128) against what this machine's memory "
+    "delivers.",
+    "schedule": "Show who sends what to whom in SCHEME, after proving that it counts every rank exactly "
+    "once.",
+    "schemes": "List every scheme with its parameters: what it is and, with --wide, its time and "
+    "restriction.",
+    "simulate": "Predict what a reduction costs on a cluster that need not be here, message by message. "
+    "Needs no MPI.",
+    "topology": "Draw the ranks of this job on nodes and sockets, with GPUs, NICs, what joins them, and "
+    "what the launcher says.",
+    "tune": "Search for the schedule that suits a machine: the catalogue's schemes and parameters, and "
+    "ranks reordered, each proved and simulated. Needs no MPI.",
+    "verify": "Verify the draft tokens of FILE against its KV cache, every rank holding a shard of the "
+    "context.",
+    "visible": "Show which tokens of which rank queries see, and the intervals of each shard that kernels "
+    "read.",
+}
+
+
 class _Commands(click.Group):
-    """Every module beside this one that defines ``command``, imported only when it is used."""
+    """Those of `_COMMANDS`: importing all of them to print their help would take seconds."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(_summaries())
+        return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in _summaries():
+        if name not in _COMMANDS:
             return None
         command: click.Command = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").command
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if (near := difflib.get_close_matches(args[0], _COMMANDS, 1)) and args[0] not in _COMMANDS:
+            ctx.fail(f"No such command {args[0]!r:.60}: did you mean {near[0]}?")
+        return super().resolve_command(ctx, args)
+
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Names of commands out of their files, and options."""
-        names = [CompletionItem(name, help=text) for name, text in _summaries().items()]
+        """Names of commands without their modules, and options."""
+        names = [CompletionItem(name, help=text) for name, text in _COMMANDS.items()]
         fitting = [item for item in names if item.value.startswith(incomplete)]
         return [*fitting, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Show each with its first paragraph, where click's own list breaks off in mid sentence."""
         with formatter.section("Commands"):
-            formatter.write_dl(list(_summaries().items()))
-
-
-@functools.cache
-def _summaries() -> dict[str, str]:
-    """Read each command's first paragraph of help out of its file: importing all of them takes seconds."""
-    found = {}
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        for node in ast.parse(path.read_bytes()).body:
-            if isinstance(node, ast.FunctionDef) and node.name == "command":
-                paragraph = (ast.get_docstring(node) or "").partition("\n\n")[0]
-                found[path.stem.replace("_", "-")] = " ".join(paragraph.split())
-    return found
+            formatter.write_dl(list(_COMMANDS.items()))
 
 
 _SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
