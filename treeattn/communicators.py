@@ -21,10 +21,10 @@ def world() -> MpiCommunicator:
 
     Collective for the first time, as `intracomm`.
     """
-    comm = mpi_library.load().COMM_WORLD
-    if comm.size == 1 and (problem := launch.problem()):
+    alone = launch.launched().launcher == launch.TORCHRUN and not mpi_library.started()
+    if problem := launch.problem(1 if alone else mpi_library.load().COMM_WORLD.size):
         raise BackendError(": ".join(problem))
-    return _watched(comm)
+    return _watched(mpi_library.load().COMM_WORLD)
 
 
 def alone() -> MpiCommunicator:

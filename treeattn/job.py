@@ -1,4 +1,4 @@
-"""The life of a job: MPI starts, signals end it, and all ranks leave together unless one fails alone."""
+"""The life of a job: its ranks find each other, signals end it, all leave together unless one fails alone."""
 
 from __future__ import annotations
 
@@ -19,23 +19,30 @@ import numpy as np
 from treeattn import launch, mpi_library
 from treeattn.collectives.runtime import watchdog
 from treeattn.errors import BackendError
+from treeattn.partial import Array
 
 _PROMPT = 0.5  # seconds in which the main thread hears of a signal, unless it is in a blocking call
 _command = False
+_grouped = False  # whether ranks are those of torch's default process group
 _handled: list[int] = []  # signals that end this process
 _AGREES = 5.0  # seconds in which errors that were agreed on reach every rank
 _LOOKS = 5  # in a row, a second apart, that miss a rank: a launcher may still be at its work
 
 
 def start() -> None:
-    """Initialise MPI, which waits for all ranks, and have it finalised at the end of this process.
+    """Initialise MPI, which waits for all ranks, and have it finalised at the end of this process; below
+    torchrun a process group of gloo.
 
     mpi4py does both in calls that let no other thread run; so neither the watchdog nor a signal could end
     them.
     """
     global _command
     _command = True
-    rank, size = launch.launched_as()
+    launcher, rank, size = launch.launched()
+    if launcher == launch.TORCHRUN:
+        watchdog.introduce(rank, size, launch.siblings)
+        _start_group(size)
+        return
     watchdog.introduce(rank, size, launch.siblings, launch.abort)
     library = mpi_library.load(initialize=False)
     if library.Is_initialized():
@@ -50,6 +57,21 @@ def start() -> None:
     for comm in (library.COMM_WORLD, library.COMM_SELF):
         comm.Set_errhandler(library.ERRORS_RETURN)  # as mpi4py does
     watchdog.at_the_end(_finalize_mpi)
+
+
+def _start_group(size: int) -> None:
+    global _grouped
+    try:
+        import torch.distributed as dist
+    except ImportError as error:
+        raise BackendError(
+            f"torchrun started {size} processes, but torch cannot be loaded here ({error}): install it for "
+            f"{sys.executable}, or start the job with mpiexec"
+        ) from error
+    with watchdog.Guarded("the start of the process group"):
+        dist.init_process_group("gloo")
+    _grouped = True
+    watchdog.at_the_end(dist.destroy_process_group)
 
 
 @contextlib.contextmanager
@@ -126,21 +148,33 @@ def finalize(code: int, reason: str = "", patience: float | None = None) -> bool
     rank: it ends the job with `code`, after `patience` seconds. So does one that fails before MPI starts,
     where the others wait for it too, or fail likewise: then the lowest ends them.
     """
-    _, size = _place()
-    if size > 1 and not mpi_library.started():
+    rank, size = _place()
+    if size > 1 and not (_grouped or mpi_library.started()):
         watchdog.speak(reason, code)
     if size == 1:
         return launch.launched_as()[0] == 0
-    library = mpi_library.load()
-    comm = library.COMM_WORLD
-    mine, lowest = np.array([comm.rank if reason else comm.size]), np.empty(1, int)
-    everyone = comm.Iallreduce(mine, lowest, library.MIN)
+    lowest = np.array([rank if reason else size])
+    done = _minimum(lowest)
     patience = (_AGREES if reason else math.inf) if patience is None else patience
     with watchdog.Guarded("the end of the command"):
-        if not watchdog.poll(everyone.Test, patience, lambda: time.sleep(1e-3)):
-            print(f"treeattn: rank {comm.rank} failed alone, ending the job: {reason}", file=sys.stderr)
+        if not watchdog.poll(done, patience, lambda: time.sleep(1e-3)):
+            print(f"treeattn: rank {rank} failed alone, ending the job: {reason}", file=sys.stderr)
             end(code)
-    return bool(lowest[0] == comm.rank)
+    return bool(lowest[0] == rank)
+
+
+def _minimum(number: Array) -> Callable[[], bool]:
+    """Begin to put the least of all ranks' numbers there; what tells whether that is done."""
+    if _grouped:
+        import torch
+        import torch.distributed as dist
+
+        work = dist.all_reduce(torch.from_numpy(number), dist.ReduceOp.MIN, async_op=True)
+        completed: Callable[[], bool] = work.is_completed
+        return completed
+    library = mpi_library.load()
+    test: Callable[[], bool] = library.COMM_WORLD.Iallreduce(library.IN_PLACE, number, library.MIN).Test
+    return test
 
 
 def abort(error: BaseException) -> NoReturn:
@@ -168,8 +202,8 @@ def end(code: int) -> NoReturn:
 
 
 def _place() -> tuple[int, int]:
-    """(rank, size) as MPI has them, or before it starts the launcher."""
-    if not mpi_library.started():
+    """(rank, size) as MPI has them, or before it starts, and below torchrun, the launcher."""
+    if _grouped or not mpi_library.started():
         return launch.launched_as()
     comm = mpi_library.load().COMM_WORLD
     return comm.rank, comm.size

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from treeattn.collectives.runtime.communicator import Process
 
 #: What `jobs/emulated_cluster` was told, in the environment of its nodes.
 EMULATED = "TREEATTN_EMULATED"
 
-# (rank, size) as launchers put them into the environment of each process. One that runs below another
-# inherits that one's variables, too: those that only an inner one sets stand first.
-_LAUNCHERS = (
-    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI's mpirun
-    ("PMI_RANK", "PMI_SIZE"),  # MPICH's and Intel's mpiexec, srun --mpi=pmi2
-    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # srun with any plug-in
-)
+TORCHRUN = "torchrun"
+
+# What launchers put into the environment of each process: rank, size, and what else is there. One that runs
+# below another inherits that one's variables, too: those that only an inner one sets stand first.
+_LAUNCHERS = {
+    TORCHRUN: ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
+    "Open MPI's mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE"),  # of MPICH and Intel; srun --mpi=pmi2
+    "PALS": ("PALS_RANKID", "PMI_SIZE"),  # HPE's mpiexec
+    "flux": ("FLUX_TASK_RANK", "FLUX_JOB_SIZE"),
+    "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),  # with any plug-in
+}
 
 # What starts the processes of a machine, by /proc/PID/comm: MPICH's and Intel's, Open MPI's, Slurm's.
 _STARTERS = ("hydra_pmi_proxy", "prterun", "prted", "mpirun", "orted", "slurmstepd")
@@ -36,7 +44,10 @@ _CONTAINERS = {
 }
 
 # How many ranks of the job run on this machine, as the launchers of MPICH, Open MPI and torch say it.
-_LOCAL_SIZES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE")
+_LOCAL_SIZES = (
+    "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "PMI_LOCAL_SIZE",
+    "JSM_NAMESPACE_LOCAL_SIZE",
+)  # fmt: skip
 
 _SLURM_FILES = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/opt/slurm/etc/slurm.conf")
 _PLUG_INS = (
@@ -44,19 +55,68 @@ _PLUG_INS = (
 )
 
 
-def launched_as(environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """(rank, size) that a launcher announced, or (0, 1)."""
-    for rank, size in _LAUNCHERS:
-        if (announced := _number(environment, size)) > 1 and rank in environment:
-            return _number(environment, rank), announced
+class Launch(NamedTuple):
+    """What a launcher announced to a process; launcher: its name, "" for none."""
+
+    launcher: str
+    rank: int
+    size: int
+
+
+def launched() -> Launch:
+    """What the innermost launcher above this process announced to it.
+
+    A process that a rank of torchrun starts inherits all that the rank was told, and is none itself: it runs
+    alone, as everything below a Python program does. A shell between is part of the rank.
+    """
+    found = {name: _sharers(name) for name in _LAUNCHERS if _size(os.environ, name)}
+    least = min(map(len, found.values()), default=0)
+    innermost = [name for name, sharers in found.items() if len(sharers) == least]
+    launch = _first(os.environ, innermost)
+    if launch.launcher == TORCHRUN and any(map(_runs_python, found[TORCHRUN])):
+        return Launch("", 0, 1)
+    return launch
+
+
+def launched_as(environment: Mapping[str, str] | None = None) -> tuple[int, int]:
+    """(rank, size) that a launcher announced to this process, or by these variables to another; or (0, 1)."""
+    return (launched() if environment is None else _first(environment, _LAUNCHERS))[1:]
+
+
+def _first(environment: Mapping[str, str], launchers: Iterable[str]) -> Launch:
+    """The first of them that announced several, else none."""
+    for name in launchers:
+        if (size := _size(environment, name)) > 1:
+            return Launch(name, _number(environment, _LAUNCHERS[name][0]), size)
     # PMIx alone does not tell how many there are: at least those up to this one.
-    rank_of_pmix = _number(environment, "PMIX_RANK")
-    return rank_of_pmix, rank_of_pmix + 1
+    another = any(_size(environment, name) for name in _LAUNCHERS)
+    rank = 0 if another else _number(environment, "PMIX_RANK")
+    return Launch("PMIx" if rank else "", rank, rank + 1)
+
+
+def _size(environment: Mapping[str, str], launcher: str) -> int:
+    """How many processes it announced; 0 where it did not."""
+    variables = _LAUNCHERS[launcher]
+    return _number(environment, variables[1]) if all(name in environment for name in variables) else 0
+
+
+def _sharers(launcher: str) -> list[int]:
+    """The processes above this one, from the nearest on, to which this launcher said the same: this one has
+    inherited it from the last of them."""
+    told = {name: os.environ[name] for name in _LAUNCHERS[launcher]}
+    return list(itertools.takewhile(lambda process: told.items() <= _environment(process).items(), _above()))
+
+
+def _runs_python(process: int) -> bool:
+    try:
+        return Path(os.readlink(f"/proc/{process}/exe")).name.startswith(("python", "pypy"))
+    except OSError:
+        return False
 
 
 def by_launcher() -> bool:
     """Whether a launcher started this process: what looks like a terminal here may be its pipe to a file."""
-    return any(name in os.environ for name in ("PMIX_RANK", *(rank for rank, _ in _LAUNCHERS)))
+    return "PMIX_RANK" in os.environ or any(_size(os.environ, name) for name in _LAUNCHERS)
 
 
 def local_size() -> int:
@@ -70,15 +130,19 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(text) if text.isdecimal() and len(text) < 10 else 0
 
 
-def problem() -> tuple[str, str] | None:
-    """For a process that MPI finds alone: what is wrong where it was started as one of several, and the
-    remedy; None if it was started alone."""
-    _, announced = launched_as()
+def problem(ranks: int = 1) -> tuple[str, str] | None:
+    """For a process that finds itself one of so many by MPI, and in no process group: what is wrong where it
+    was started as one of more, and the remedy; None if it was not."""
+    launcher, _, announced = launched()
     inside = f" in a container ({container()})" if container() else ""
-    if announced > 1:
-        what = f"the launcher started {announced} processes{inside} but MPI sees one"
+    if announced > ranks:
+        if launcher == TORCHRUN:
+            what = f"torchrun started {announced} processes{inside}, and this one is in no process group"
+            return what, "call torch.distributed.init_process_group first, or pass comm="
+        sees = "one" if ranks == 1 else ranks
+        what = f"the launcher started {announced} processes{inside} but MPI sees {sees}"
         return what, _other_launcher()
-    if _only_rank():
+    if ranks > 1 or _only_rank():
         return None  # whatever else that launcher has started, such as its agents on other nodes
     above = _announced_above()
     if above > 1:
@@ -89,7 +153,7 @@ def problem() -> tuple[str, str] | None:
 
 def _only_rank() -> bool:
     """Whether a launcher has told this process that there is no other."""
-    return any(_number(os.environ, size) == 1 for _, size in _LAUNCHERS)
+    return any(_size(os.environ, name) for name in _LAUNCHERS)
 
 
 def _other_launcher() -> str:
@@ -104,9 +168,9 @@ def _other_launcher() -> str:
 
 def siblings() -> dict[int, Process]:
     """The processes that the launcher of this one has started on this machine, by rank."""
-    found = {}
+    found, launcher = {}, launched().launcher
     for process in _started_by(os.getppid()):
-        rank, size = launched_as(_environment(process))
+        _, rank, size = _first(_environment(process), [launcher] if launcher in _LAUNCHERS else _LAUNCHERS)
         if size > 1:
             found[rank] = Process.of(process)
     return found

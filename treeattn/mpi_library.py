@@ -23,8 +23,8 @@ def load(initialize: bool = True) -> Any:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         lacking = "mpi4py mpich" if getattr(error, "name", None) == "mpi4py" else "mpich"
         raise BackendError(
-            f"no MPI library could be loaded ({reason}): install one with `pip install {lacking}`, "
-            "or load your site's MPI module"
+            f"no MPI library could be loaded ({reason}): install one with `pip install {lacking}`, or load "
+            "your site's MPI module; ranks of torchrun call torch.distributed.init_process_group instead"
         ) from error
     return MPI
 

@@ -40,6 +40,11 @@ def test_doctor_tells_it_in_its_table():
     assert "srun's plug-in is not the one" in words
 
 
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0])
+def test_help_is_given_to_whoever_was_started(command):
+    assert "Usage:" in in_process(command.split()[0], "--help", **NO_PLUG_IN).stdout
+
+
 def test_only_the_first_speaks():
     done = treeattn("decode", CACHE, **{**NO_PLUG_IN, "SLURM_PROCID": "2"}, code=1)
     assert done.stdout == ""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.support.torchrun import needs_torch, ranks_by_environment, torchrun
+from tests.support.torchrun import SETTINGS, needs_torch, ranks_by_environment, torchrun
+
+from .launch import ROOT, mpiexec, run
 
 pytestmark = needs_torch
 HERE = Path(__file__).parent
@@ -21,6 +24,38 @@ def test_every_schedule_has_the_bits_of_its_definition(ranks, records):
 
 def test_whatever_takes_a_communicator_takes_a_process_group():
     torchrun(HERE / "torchrun_verbs.py", ranks=2)
+
+
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
+def test_ranks_in_no_process_group_are_told_what_to_call():
+    """Each would be a job of one, and its result that of its own shard."""
+    torchrun(HERE / "torchrun_alone.py", ranks=2)
+
+
+def command(*words, shell=(), code=0):
+    """The command on two ranks of torchrun."""
+    launcher = "-m", "torch.distributed.run", "--standalone", "--no-python", "--nproc-per-node", 2
+    return run(*launcher, *shell, sys.executable, "-m", "treeattn", *words, code=code, **SETTINGS)
+
+
+@pytest.mark.parametrize("shell", [(), ("sh", "-c", '"$@"; exit $?', "sh")], ids=["alone", "below a shell"])
+def test_a_command_makes_the_group_itself_and_prints_once(shell):
+    done = command("decode", ROOT / "tests/data/smollm2_layer17_4096.safetensors", shell=shell)
+    assert done.stdout.count("2 ranks on 1 node") == 1
+    assert len([line for line in done.stdout.splitlines() if line.startswith("recursive_doubling")]) == 1
+
+
+def test_a_command_for_mpi_alone_says_so_once():
+    done = command("compare", code=1)
+    assert done.stdout == ""
+    assert (
+        done.stderr.count("treeattn compare takes a communicator of mpi4py: start the job with mpiexec") == 1
+    )
+
+
+def test_doctor_and_help():
+    assert "2 ranks that torchrun started" in " ".join(command("doctor", code=None).stdout.split())
+    assert command("decode", "--help").stdout.count("Usage:") == 1
 
 
 HUNG = """

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from tests.support.torchrun import needs_torch, torchrun
+
 from .launch import ROOT, run, treeattn
 
 # What Python runs at its start: mpi4py is there and finds no library, or is not there at all.
@@ -68,6 +70,15 @@ def test_a_process_that_needs_it_says_so(without_mpi):
     done = treeattn("compare", **without_mpi, code=1)
     assert done.stdout == ""
     assert_names_the_remedy(done.stderr)
+
+
+@needs_torch
+def test_a_rank_of_torchrun_is_not_told_to_install_it(tmp_path, without_mpi):
+    program = tmp_path / "program.py"
+    program.write_text("import numpy as np, treeattn; q = np.ones((1, 1, 1, 8)); treeattn.decode(q, q, q)")
+    done = torchrun(program, ranks=2, code=1, **without_mpi)
+    assert "call torch.distributed.init_process_group first" in done.stderr
+    assert "pip install" not in done.stderr
 
 
 def assert_names_the_remedy(said):

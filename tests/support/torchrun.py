@@ -22,13 +22,15 @@ needs_torch = pytest.mark.skipif(
 SETTINGS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def torchrun(program: Path, *words: object, ranks: int, timeout: float = 300, **environment: str):
+def torchrun(
+    program: Path, *words: object, ranks: int, timeout: float = 300, code: int = 0, **environment: str
+):
     """`program` on so many ranks of this machine, with gloo over its loopback device. Returns the completed
     process, text captured."""
     environment = SETTINGS | environment
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     launcher = "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks
-    return run(*launcher, program, *words, timeout=timeout, PYTHONPATH=path, **environment)
+    return run(*launcher, program, *words, timeout=timeout, code=code, **({"PYTHONPATH": path} | environment))
 
 
 def ranks_by_environment(program: str, *, ranks: int, timeout: float = 300, **environment: str):

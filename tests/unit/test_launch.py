@@ -13,7 +13,10 @@ import pytest
 
 from treeattn import launch, mpi_library
 
-STARTERS = ("PMI", "OMPI_", "SLURM", "MPI_", "APPTAINER", "SINGULARITY", "CH_RUNNING")
+STARTERS = (
+    *("PMI", "OMPI_", "SLURM", "MPI_", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC", "FLUX"),
+    *("PALS", "JSM", "APPTAINER", "SINGULARITY", "CH_RUNNING"),
+)
 
 
 @pytest.fixture
@@ -31,6 +34,8 @@ def environment(monkeypatch):
 
 
 MPIRUN = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "16"}
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none"}
+MPIEXEC = {"PMI_RANK": "2", "PMI_SIZE": "3"}
 SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}
 
 
@@ -41,6 +46,12 @@ SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}
         ({"PMI_RANK": "1", "PMI_SIZE": "4"}, (1, 4)),
         (MPIRUN, (2, 16)),
         (SRUN, (3, 8)),
+        (TORCHRUN, (1, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (0, 1)),  # as anything may call its variables
+        ({"FLUX_TASK_RANK": "1", "FLUX_JOB_SIZE": "6"}, (1, 6)),
+        ({"PALS_RANKID": "4", "PMI_SIZE": "5"}, (4, 5)),
+        ({"JSM_NAMESPACE_RANK": "1", "JSM_NAMESPACE_SIZE": "3"}, (1, 3)),
+        ({**SRUN, **TORCHRUN}, (1, 2)),  # srun torchrun, on each node
         ({"PMIX_RANK": "2"}, (2, 3)),
         ({"PMI_RANK": "1", "PMI_SIZE": "4", **SRUN}, (1, 4)),  # mpiexec, whose proxies srun started
         ({**MPIRUN, "PMI_RANK": "0", "PMI_SIZE": "4"}, (2, 16)),  # below tasks of srun
@@ -87,6 +98,55 @@ def above(monkeypatch, *environments: dict[str, str], names: dict[int, str] | No
     monkeypatch.setattr(launch, "_environment", lambda process: told[process])
     monkeypatch.setattr(launch, "_name", lambda process: (names or {}).get(process, "sh"))
     monkeypatch.setattr(launch, "container", lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("own", "environments", "python", "launched"),
+    [
+        (TORCHRUN, [{}], (), ("torchrun", 1, 2)),
+        (TORCHRUN, [TORCHRUN, {}], (), ("torchrun", 1, 2)),  # a shell of the rank
+        (TORCHRUN, [TORCHRUN, {}], (100,), ("", 0, 1)),  # what a rank starts
+        (TORCHRUN, [TORCHRUN, TORCHRUN, {}], (101,), ("", 0, 1)),  # by a shell
+        (TORCHRUN, [{}, {}], (100, 101), ("torchrun", 1, 2)),  # torchrun runs Python, too
+        ({**TORCHRUN, "RANK": "0"}, [TORCHRUN, {}], (100,), ("torchrun", 0, 2)),  # a rank that starts ranks
+        ({**TORCHRUN, **MPIEXEC}, [TORCHRUN, TORCHRUN, {}], (101,), ("mpiexec", 2, 3)),
+        ({**TORCHRUN, **MPIEXEC}, [MPIEXEC, {}], (), ("torchrun", 1, 2)),
+        ({**TORCHRUN, "PMI_RANK": "0", "PMI_SIZE": "1"}, [TORCHRUN, {}], (100,), ("", 0, 1)),
+        ({**SRUN, **MPIEXEC}, [SRUN, {}], (), ("mpiexec", 2, 3)),
+        ({**SRUN, **MPIEXEC}, [MPIEXEC, MPIEXEC, {}], (), ("srun", 3, 8)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}, [{}], (), ("", 0, 1)),
+        ({**TORCHRUN, **SRUN}, [], (), ("torchrun", 1, 2)),  # where no other process is to be seen
+    ],
+)
+def test_the_innermost_launcher_counts(own, environments, python, launched, environment, monkeypatch):
+    environment(**own)
+    above(monkeypatch, *environments)
+    monkeypatch.setattr(launch, "_runs_python", lambda process: process in python)
+    assert launch.launched() == launched
+
+
+def test_more_were_started_than_the_world_holds(environment, monkeypatch):
+    environment(**SRUN)
+    above(monkeypatch, {})
+    assert (launch.problem(2) or ("",))[0] == "the launcher started 8 processes but MPI sees 2"
+    assert launch.problem(8) is None
+    assert launch.problem(9) is None  # components of one job, each of which has a number of its own
+
+
+def test_the_remedy_of_torchrun(environment, monkeypatch):
+    environment(**TORCHRUN)
+    above(monkeypatch, {})
+    assert launch.problem() == (
+        "torchrun started 2 processes, and this one is in no process group",
+        "call torch.distributed.init_process_group first, or pass comm=",
+    )
+
+
+def test_a_process_of_python_is_known_as_such():
+    assert launch._runs_python(os.getpid())
+    with subprocess.Popen(["sleep", "60"]) as started:
+        assert not launch._runs_python(started.pid)
+        started.kill()
 
 
 def test_what_a_launcher_told_the_process_above(environment, monkeypatch):

@@ -1,4 +1,4 @@
-"""The ``treeattn`` command. Under MPI only rank 0 prints, and every rank exits with the same code.
+"""The ``treeattn`` command. On several ranks only rank 0 prints, and every rank exits with the same code.
 
 Exit codes: 0 done; 2 bad arguments or input (message on stderr, nothing written); 124 a wait for other ranks
 reached its limit; 130 interrupted; 143 ended by SIGTERM, 129 by SIGHUP; 1 anything else, as a rank that dies.
@@ -97,7 +97,7 @@ class _Commands(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
 
-_SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
+_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "show_default": True}
 
 
 @click.group(cls=_Commands, context_settings=_SETTINGS)
@@ -105,8 +105,9 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "show_default": True}
 @click.pass_context
 def commands(context: click.Context) -> None:
     """Exact attention decode over a KV cache sharded across MPI ranks."""
-    if launch.launched_as()[1] > 1 and context.invoked_subcommand != "doctor":  # which tells it in its table
-        communicators.world()
+    asked = {context.invoked_subcommand, *context.obj}
+    if launch.launched_as()[1] > 1 and asked.isdisjoint({"doctor", *_SETTINGS["help_option_names"]}):
+        communicators.intracomm(None)  # where ranks do not find each other, each would answer as one alone
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
@@ -171,5 +172,6 @@ def _show_warning(message: Warning | str, *_: Any) -> None:
 
 
 def _run(arguments: list[str] | None) -> int:
-    result: Any = commands.main(args=arguments, prog_name="treeattn", standalone_mode=False)
+    words = sys.argv[1:] if arguments is None else arguments
+    result: Any = commands.main(args=words, prog_name="treeattn", standalone_mode=False, obj=words)
     return result if isinstance(result, int) else 0

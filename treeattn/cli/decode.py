@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 
 import click
 
-from treeattn import mpi_library
 from treeattn.agreement import collectively
 from treeattn.backends.device import Device
 from treeattn.cli import options
@@ -19,7 +19,7 @@ from treeattn.cli.own_device import own_device
 from treeattn.cli.problem import Problem
 from treeattn.cli.scheme import for_out, given
 from treeattn.cli.verdict import Judge, Row, ended_with, plural, show
-from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import Decoder
 from treeattn.decoder.reproducible import REPRODUCIBLE
@@ -64,7 +64,7 @@ def command(
     scale comes from the metadata entry "scale", else it is 1/sqrt(head_dim). Exit code 1 means that a result
     missed its bound or differed between ranks.
     """
-    world = options.world()
+    world = options.ranks()
     named = for_out(output, [None] if schemes is None else given(world, schemes))
     output.open(source, expect, world=world)
     problem = Problem(world, source, layout)
@@ -80,7 +80,7 @@ def command(
     return 0 if all(row["passed"] for row in rows) else 1
 
 
-def _placed(world: MpiCommunicator, source: Problem, name: str) -> tuple[Device, tuple[Array | None, ...]]:
+def _placed(world: Communicator, source: Problem, name: str) -> tuple[Device, tuple[Array | None, ...]]:
     """The device of this rank, and q, k, v and lengths on it."""
     device, shared = own_device(world, name)
     arrays = (source.q, source.k, source.v, source.lengths)
@@ -93,7 +93,7 @@ def _placed(world: MpiCommunicator, source: Problem, name: str) -> tuple[Device,
 
 
 def _measure(
-    world: MpiCommunicator,
+    world: Communicator,
     problem: Problem,
     judge: Judge,
     device: Device,
@@ -123,18 +123,18 @@ def _measure(
 
 
 def _timed_step(
-    world: MpiCommunicator, decoder: Decoder, inputs: tuple[Any, ...], where: dict[str, Any]
+    world: Communicator, decoder: Decoder, inputs: tuple[Any, ...], where: dict[str, Any]
 ) -> dict[str, float]:
     """Seconds of each part on the slowest rank; a barrier before each part keeps waiting out of the next.
     What a GPU was given to do is waited for."""
-    clock = mpi_library.load().Wtime
+    clock = time.perf_counter
     seconds = {}
     for part, run in (
         ("local", lambda: decoder.local(*inputs, **where)),
         ("reduce", decoder.reduce),
         ("finish", decoder.finish),
     ):
-        world.Barrier()
+        world.barrier()
         began = clock()
         run()
         decoder.synchronize()
@@ -143,10 +143,11 @@ def _timed_step(
     return {part: max(rank[part] for rank in everyone) for part in seconds}
 
 
-def _wire(world: MpiCommunicator, decoder: Decoder) -> dict[str, Any]:
+def _wire(world: Communicator, decoder: Decoder) -> dict[str, Any]:
     """What is sent in one step, all ranks together; a library decides that, and the "payload" is what it was
     given. Collective."""
-    proof, everyone = decoder.certificate, world.allgather(decoder.sent)
+    proof = decoder.certificate
+    everyone: list[Any] = world.allgather(decoder.sent)
     facts = {name: getattr(proof, name, None) for name in ("rounds", "depth", "messages", "bytes")}
     if everyone[0] is None:
         return facts

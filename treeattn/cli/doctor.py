@@ -44,6 +44,7 @@ def _findings() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0))
     yield Finding("CPU", "ok", f"{environment.cpu_name()}, {cores} usable cores, {platform.machine()}")
     torch = environment.installed_version("torch")
+    yield _started()
     yield from _mpi(torch is not None)
     yield Finding(
         "torchrun",
@@ -66,7 +67,6 @@ def _mpi(other_ranks: bool) -> Iterator[Finding]:
         return
     library, launcher = mpi_library.version() or "", probe.launcher()
     yield Finding("MPI library", "ok", library)
-    yield _started()
     if launch.launched_as()[1] > 1:
         return  # this job is the trial of its launcher, and a job in a job would be none
     if launcher is None:
@@ -77,10 +77,18 @@ def _mpi(other_ranks: bool) -> Iterator[Finding]:
 
 def _started() -> Finding:
     """How this very process was started."""
-    ranks = mpi_library.load().COMM_WORLD.size
+    launcher, _, announced = launch.launched()
+    if launcher == launch.TORCHRUN:
+        what = f"{announced} ranks that torchrun started, and find each other by torch.distributed"
+        return Finding("this job", "ok", what, "programs call torch.distributed.init_process_group first")
+    try:
+        ranks = mpi_library.load().COMM_WORLD.size
+    except TreeattnError:
+        ranks = 1  # each of them is alone
+    by = f", started by {launcher}" if launcher else ""
     if ranks > 1:
-        return Finding("this job", "ok", f"{ranks} ranks that find each other")
-    if problem := launch.problem():
+        return Finding("this job", "ok", f"{ranks} ranks that find each other{by}")
+    if problem := launch.problem(ranks):
         return Finding("this job", "broken", *problem)
     if beside := launch.outside_job():
         what, _, remedy = beside.rpartition(": ")

@@ -13,7 +13,7 @@ import click
 from treeattn import communicators, files
 from treeattn.agreement import collectively, must_match
 from treeattn.attention.mask import Rules
-from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.collectives.runtime.communicator import Communicator, MpiCommunicator
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.report import Report
@@ -183,7 +183,7 @@ class Output:
     def __init__(self, json: Path | None = None, out: Path | None = None, wide: bool = False) -> None:
         self.json, self.out, self._wide = json, out, wide
 
-    def open(self, *inputs: Path | None, world: MpiCommunicator | None = None) -> None:
+    def open(self, *inputs: Path | None, world: Communicator | None = None) -> None:
         """Find out whether the files can be written, before any work, on rank 0. Collective with `world`.
 
         Raises `ArgumentError` for what cannot be written, and for one file that is named twice.
@@ -234,8 +234,13 @@ def output_options(
     return grouped("output", Output, *options)
 
 
-def world() -> MpiCommunicator:
-    """The ranks of this job, once all agree on their command line. Collective."""
-    everyone, context = communicators.world(), click.get_current_context()
+def ranks() -> Communicator:
+    """The ranks of this job, of MPI or of torchrun, once all agree on their command line. Collective."""
+    everyone, context = communicators.intracomm(None), click.get_current_context()
     must_match(everyone, {"the command line": f"{context.command.name} {context.params}"})
     return everyone
+
+
+def world() -> MpiCommunicator:
+    """The same for what goes by MPI alone. Raises `ArgumentError` below torchrun."""
+    return communicators.mpi_intracomm(ranks(), f"treeattn {click.get_current_context().command.name}")

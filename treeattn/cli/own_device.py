@@ -8,12 +8,12 @@ from treeattn.backends import device as devices
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda.device import Cuda
 from treeattn.backends.device import Device
-from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.decoder import gpu_reducers
 from treeattn.errors import ArgumentError
 
 
-def own_device(world: MpiCommunicator, name: str) -> tuple[Device, str | None]:
+def own_device(world: Communicator, name: str) -> tuple[Device, str | None]:
     """The device of this rank, and what to say where ranks share one. Ranks of a node take its GPUs in turn.
 
     Collective. Raises `ArgumentError`, on every rank alike, where a rank has no such device.

@@ -12,7 +12,7 @@ from treeattn.agreement import collectively, must_match
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape, dtype_name
 from treeattn.attention.shard import CacheFormat
-from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 from treeattn.report import Progress
@@ -27,14 +27,14 @@ class Problem:
     Raises the same `ArgumentError` on every rank.
     """
 
-    def __init__(self, world: MpiCommunicator, source: Path, layout: Layout) -> None:
+    def __init__(self, world: Communicator, source: Path, layout: Layout) -> None:
         self.source, self.layout = source, layout
         collectively(world, lambda: self._open(world))
         same = (self.shape, self.tokens, self.scale, repr(self.rules), source.stat().st_size)
         must_match(world, {"the input file": same})
         self._load(world.rank == 0)
 
-    def _open(self, world: MpiCommunicator) -> None:
+    def _open(self, world: Communicator) -> None:
         file = self.file = files.open_cache(self.source)
         for name in "qkv":
             if file[name].ndim != 4:

@@ -11,7 +11,7 @@ from pathlib import Path
 from treeattn import collectives
 from treeattn.agreement import broadcast_from_root
 from treeattn.cli.options import Output
-from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError, ScheduleError
 from treeattn.selection import select
@@ -90,7 +90,7 @@ def for_out(output: Output, schemes: Sequence[str | Schedule | None]) -> Sequenc
     return schemes
 
 
-def given(world: MpiCommunicator, names: str, on_all: bool = True) -> list[str | Schedule]:
+def given(world: Communicator, names: str, on_all: bool = True) -> list[str | Schedule]:
     """Read a list of schemes, names in their one spelling; rank 0 reads the files. Collective.
 
     on_all: schedules have to be for all ranks of the job. Raises `ArgumentError` or `ScheduleError`, on

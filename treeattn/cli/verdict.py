@@ -13,7 +13,7 @@ from treeattn import files, reference
 from treeattn.agreement import collectively, must_match
 from treeattn.cli.options import Output
 from treeattn.cli.problem import Problem
-from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.decoder import Decoder
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
@@ -30,7 +30,7 @@ class Judge:
     """
 
     def __init__(
-        self, world: MpiCommunicator, problem: Problem, check: bool, expect: Path | None, rounded: bool
+        self, world: Communicator, problem: Problem, check: bool, expect: Path | None, rounded: bool
     ) -> None:
         self.against: dict[str, tuple[Array, Array]] = {}
         self.bounds: tuple[float, float] | None = None
@@ -40,8 +40,8 @@ class Judge:
             return
         if check:
             must_match(world, {"q": hashlib.sha256(problem.q.tobytes()).hexdigest()})
-        partials = world.gather(problem.partial(), root=0)
-        if partials is None:
+        partials = world.allgather(problem.partial())
+        if world.rank:
             return
         self.bounds = reference.error_bounds(partials, rounded)
         self._bringing_nan = [rank for rank, part in enumerate(partials) if np.isnan(part.numerator).any()]
@@ -87,7 +87,7 @@ def _nan_rows(out: Array, lse: Array) -> Array:
 
 
 def ended_with(
-    world: MpiCommunicator, decoder: Decoder, judge: Judge, out: Array, lse: Array, reproducible: str | None
+    world: Communicator, decoder: Decoder, judge: Judge, out: Array, lse: Array, reproducible: str | None
 ) -> Row:
     """Who made a result, what the judge says of it, its SHA-256, and how it is known that all ranks have the
     same bits. Collective."""

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import statistics
+import time
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
 
-from treeattn import mpi_library, reference
+from treeattn import reference
 from treeattn.agreement import collectively
 from treeattn.cli import options
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.problem import Problem
 from treeattn.cli.scheme import for_out, given
 from treeattn.cli.verdict import Judge, Row, ended_with, plural, show
-from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
@@ -60,7 +61,7 @@ def command(
     The scale comes from the metadata entry "scale", else it is 1/sqrt(head_dim). Exit code 1 means that a
     result missed its bound or differed between ranks.
     """
-    world = options.world()
+    world = options.ranks()
     named = for_out(output, [None] if schemes is None else given(world, schemes))
     output.open(source, world=world)
     drafts = Drafts(world, source, layout, owner)
@@ -78,7 +79,7 @@ def command(
 class Drafts(Problem):
     """A tree over the cache of a file, and what its nodes hold, in the order of its slots."""
 
-    def __init__(self, world: MpiCommunicator, source: Path, layout: Layout, owner: str | None) -> None:
+    def __init__(self, world: Communicator, source: Path, layout: Layout, owner: str | None) -> None:
         super().__init__(world, source, layout)
         collectively(world, lambda: self._read_nodes(owner))
         self._counts_drafts = world.rank == 0
@@ -132,7 +133,7 @@ class Drafts(Problem):
             seen = np.concatenate([seen, self.tree.mask & real], axis=2)
         return reference.partial(self.q, k, v, scale=self.scale, seen=seen)
 
-    def accepted(self, world: MpiCommunicator) -> list[dict[str, Any]]:
+    def accepted(self, world: Communicator) -> list[dict[str, Any]]:
         """What the model's own tokens keep of each row, by the file's order. Collective."""
         if self.targets is None:
             return []
@@ -145,7 +146,7 @@ class Drafts(Problem):
 
 
 def _measure(
-    world: MpiCommunicator,
+    world: Communicator,
     drafts: Drafts,
     judge: Judge,
     scheme: str | Schedule | None,
@@ -155,11 +156,11 @@ def _measure(
     """One scheme: plan, first step, timed steps, verdicts. Collective."""
     planned, kind = drafts.shape.plain, "tokens" if reproducible else None
     planned |= {"nodes": planned.pop("queries"), "scheme": scheme, "scale": drafts.scale}
-    clock, say, times = mpi_library.load().Wtime, Progress(world.rank == 0), []
+    clock, say, times = time.perf_counter, Progress(world.rank == 0), []
     context = drafts.k, drafts.v, drafts.draft_k, drafts.draft_v
     with Verifier(world, **planned, owner=drafts.owners, reproducible=kind) as verifier:
         for done in range(repeat + 1):
-            world.Barrier()
+            world.barrier()
             began = clock()
             out, lse = verifier(
                 drafts.q, *context, drafts.tree, drafts.lengths, shard_lengths=drafts.shard_lengths

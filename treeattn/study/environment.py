@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from treeattn import communicators, launch, mpi_library
-from treeattn.collectives.runtime.communicator import MpiCommunicator, kernel
+from treeattn.collectives.runtime.communicator import Communicator, kernel
 
 # Variables that change what is measured; others may hold secrets and are nobody's business.
 _PREFIXES = (
@@ -44,13 +44,13 @@ def software() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: installed_version(name) for name in names},
-        "mpi": mpi_library.version(),
+        "mpi": None if launch.launched().launcher == launch.TORCHRUN else mpi_library.version(),
         "git": _git_revision(),
         "command": [_program(sys.argv[0]), *sys.argv[1:]],
     }
 
 
-def placement(comm: MpiCommunicator) -> list[dict[str, Any]]:
+def placement(comm: Communicator) -> list[dict[str, Any]]:
     """One entry per rank: host, node, machine, CPU and usable cores. Collective; the same list on every rank.
 
     Nodes may be of one machine (containers, emulated nodes) and then share its cores: ``machine_cores`` are
@@ -85,7 +85,7 @@ def variables() -> dict[str, str]:
     }
 
 
-def machine(comm: MpiCommunicator) -> dict[str, Any]:
+def machine(comm: Communicator) -> dict[str, Any]:
     """What a report says of where it was measured: its ranks, a warning, and on rank 0 the software.
 
     Collective.
