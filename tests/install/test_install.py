@@ -34,7 +34,7 @@ DATA = sorted(
         f"treeattn/collectives/{p.relative_to(ROOT / 'collectives')}"
         for p in (ROOT / "collectives").rglob("*.toml")
     ]
-    + ["treeattn/py.typed", "treeattn/backends/cuda/splits.json"]
+    + ["treeattn/py.typed"]
 )
 
 JOB = """

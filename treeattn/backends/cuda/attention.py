@@ -271,13 +271,9 @@ class PlannedAttention:
             rows=min(variant.rows, rows),
             tokens=int(self._tokens[0]),
             head_dim=v_dim,
-            token_bytes=(1 if latent else 2) * head_dim * k.dtype.itemsize,
             step=variant.step,
-            in_flight=variant.in_flight,
             slots=resident * runtime.multiprocessors,
             multiprocessors=runtime.multiprocessors,
-            sharing=tiles // kv_heads,
-            batch=batch,
             merging=batch * tiles * merge_blocks(variant, v_dim, rows),
         )
         self.splits, self._steps = Splits(0, 0), -1  # none yet

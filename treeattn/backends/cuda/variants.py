@@ -50,7 +50,7 @@ ALL_TOKENS = Tokens()
 
 class Variant(NamedTuple):
     """One kernel. expression: its C++ name. shared_bytes: of dynamic shared memory. rows: of a tile.
-    step: tokens that a block takes at a time. in_flight: tokens that it has asked memory for at once.
+    step: tokens that a block takes at a time.
     threads: of a block. merge: the kernel that merges the splits, where this one does not."""
 
     module: str
@@ -58,7 +58,6 @@ class Variant(NamedTuple):
     shared_bytes: int
     rows: int
     step: int
-    in_flight: int
     threads: int = 32 * _WARPS
     merge: str | None = None
 
@@ -173,7 +172,6 @@ def _mma_kernel(
     return Variant(
         *("attention_mma", name, shared_bytes(stages), tile_rows),
         step=tile.tokens,
-        in_flight=tile.tokens * (stages - 1),
         threads=32 * warps,
         merge=merge_kernel(v_dim, tile_rows),
     )
