@@ -20,7 +20,8 @@ import harness
 import numpy as np
 
 import treeattn
-from treeattn import cache_nodes, communicators
+from treeattn import cache_nodes
+from treeattn.mpi import communicators
 from treeattn.study import environment
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128

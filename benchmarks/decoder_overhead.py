@@ -13,8 +13,8 @@ import harness
 import numpy as np
 
 import treeattn
-from treeattn import communicators
 from treeattn.backends import cpu
+from treeattn.mpi import communicators
 
 
 def tensors(decoder, q, k, v) -> dict:

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from treeattn import launch
 from treeattn.errors import TreeattnError
 from treeattn.files import output_writer
+from treeattn.mpi import launch
 from treeattn.report import as_json
 from treeattn.study import environment
 

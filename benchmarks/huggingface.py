@@ -20,9 +20,10 @@ from transformers.cache_utils import DynamicLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from treeattn import communicators, huggingface
+from treeattn import huggingface
 from treeattn.huggingface.attention import attention
 from treeattn.huggingface.layers import FullAttentionLayer, waiting
+from treeattn.mpi import communicators
 
 spent: dict[str, list[float]] = {}
 

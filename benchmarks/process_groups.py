@@ -15,10 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from treeattn import collectives, communicators
+from treeattn import collectives
 from treeattn.backends.cpu.records import MergeOperator
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.decoder import reducers
+from treeattn.mpi import communicators
 
 
 def main() -> None:

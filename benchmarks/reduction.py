@@ -22,11 +22,12 @@ import harness
 import numpy as np
 from mpi4py import MPI
 
-from treeattn import RestrictionError, collectives, communicators
+from treeattn import RestrictionError, collectives
 from treeattn.backends.cpu import MergeOperator, NullOperator
 from treeattn.collectives.executors import compiled, interpreter, slots
 from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
 from treeattn.collectives.runtime.reducer import ReductionSpec
+from treeattn.mpi import communicators
 from treeattn.study import environment
 
 SUM = ("MPI_Allreduce(SUM)", None)

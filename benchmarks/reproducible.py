@@ -19,9 +19,10 @@ import harness
 import ml_dtypes
 import numpy as np
 
-from treeattn import Decoder, communicators
+from treeattn import Decoder
 from treeattn.backends.cpu import compile
 from treeattn.decoder.reproducible import REPRODUCIBLE
+from treeattn.mpi import communicators
 from treeattn.study import environment
 
 KV_HEADS, HEAD_DIM = 8, 128

@@ -30,10 +30,11 @@ import numpy as np
 from mpi4py import MPI
 
 import treeattn
-from treeattn import communicators, reference
+from treeattn import reference
 from treeattn.attention.shape import DTYPES
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
+from treeattn.mpi import communicators
 from treeattn.study import environment
 from treeattn.study.roofline.reading import fastest_reader
 

@@ -9,7 +9,7 @@ A name is loaded when it is first asked for: a command that simulates schedules 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from treeattn import forked as forked
+from treeattn.mpi import forked as forked
 
 if TYPE_CHECKING:
     from treeattn import collectives, energy, token_tree

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TextIO, TypeVar
 
-from treeattn import launch
+from treeattn.mpi import launch
 
 if TYPE_CHECKING:
     from rich.console import Console  # imported where something is shown: it loads as long as click

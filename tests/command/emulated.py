@@ -14,9 +14,9 @@ from unittest import mock
 from tests.emulator import device_array
 from tests.emulator.runtime import StrictRuntime
 from tests.support.nccl import NcclOverMpi
-from treeattn import mpi_library
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.collectives.runtime import nccl
+from treeattn.mpi import library
 
 runtime = StrictRuntime()
 
@@ -35,7 +35,7 @@ def gpus() -> Iterator[None]:
             there = {"problem": lambda: None, "version": lambda: (2, int(version)), "connect": NcclOverMpi}
             stack.enter_context(mock.patch.multiple(nccl, **there))
         if os.environ.get("EMULATED_CUDA_MPI"):
-            stack.enter_context(mock.patch.object(mpi_library, "cuda_aware", return_value=True))
+            stack.enter_context(mock.patch.object(library, "cuda_aware", return_value=True))
             device_array.let_mpi_take_them()
             stack.callback(delattr, device_array.DeviceArray, "__cuda_array_interface__")
         yield

@@ -197,7 +197,7 @@ def test_unwritable_folder(tmp_path):
 
 RAISES_ON_ONE_RANK = """
 import sys, treeattn
-from treeattn import communicators, job
+from treeattn.mpi import communicators, job
 job.finalize.__defaults__ = (1.0,)  # seconds; test_command_lines_that_differ_between_ranks waits them all
 finish = treeattn.Decoder.{method}
 def broken(self, *arguments):
@@ -229,7 +229,8 @@ def test_one_rank_raising_ends_the_job(method, error):
 
 FAILS_AT_THE_END = """
 import sys, treeattn
-from treeattn import cli, communicators
+from treeattn import cli
+from treeattn.mpi import communicators
 run = cli._run
 def broken(arguments):
     code = run(arguments)
@@ -248,7 +249,7 @@ def test_a_rank_that_fails_after_all_is_done_says_so():
 
 FLIPS_ONE_BIT = """
 import treeattn
-from treeattn import communicators
+from treeattn.mpi import communicators
 finish = treeattn.Decoder.finish
 def flipped(self):
     out, lse = finish(self)

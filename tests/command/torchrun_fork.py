@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from tests.support import forked
 from tests.support.torchrun import without_mpi
-from treeattn import communicators
+from treeattn.mpi import communicators
 
 dist.init_process_group("gloo")
 forked.check(communicators.intracomm(dist.new_group()), dist.group.WORLD)

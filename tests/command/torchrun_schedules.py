@@ -9,11 +9,12 @@ import numpy as np
 import torch.distributed as dist
 
 from tests.support.torchrun import without_mpi
-from treeattn import collectives, communicators
+from treeattn import collectives
 from treeattn.backends.cpu.records import MergeOperator
 from treeattn.collectives.executors import interpreter, loopback, slots
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.errors import RestrictionError
+from treeattn.mpi import communicators
 
 OPERATOR = MergeOperator(16)
 

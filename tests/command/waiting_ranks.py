@@ -143,7 +143,7 @@ class Command(NamedTuple):
 
 def main() -> None:
     """One rank: commands come by the pipe with its number."""
-    from treeattn import job, launch
+    from treeattn.mpi import job, launch
 
     folder, (rank, size) = Path(sys.argv[1]), launch.launched_as()
     if size > 1:

@@ -20,7 +20,6 @@ from tests.fuzz import lines, mutations
 from tests.support import plans
 from tests.support.models import write_model
 from tests.unit.study import made_results
-from treeattn import launch
 from treeattn.cache import ShardedCache, index
 from treeattn.cli import scheme
 from treeattn.collectives import build, names
@@ -30,6 +29,7 @@ from treeattn.collectives.drawings import exports
 from treeattn.files import open_arrays, open_cache, save_tensors
 from treeattn.llama.config import read_config
 from treeattn.llama.weights import Weights
+from treeattn.mpi import launch
 from treeattn.study.compare import rows
 from treeattn.study.compare.summary import summarise
 
@@ -138,7 +138,7 @@ def _rooflines(_: Path) -> list[bytes]:
 
 
 def _saved(folder: Path) -> list[bytes]:
-    from treeattn import communicators
+    from treeattn.mpi import communicators
 
     ShardedCache(communicators.alone(), capacity=4, kv_heads=1, head_dim=8).save(folder)
     return [(folder / index.NAME).read_bytes()]
@@ -146,7 +146,7 @@ def _saved(folder: Path) -> list[bytes]:
 
 def _load(path: Path) -> None:
     """Signed again, as who damages it on purpose does."""
-    from treeattn import communicators
+    from treeattn.mpi import communicators
 
     with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError):
         path.write_bytes(msgspec.json.decode(path.read_bytes(), type=index.Index).encode())

@@ -16,10 +16,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.support.caches import layout_of
 from tests.support.models import write_model
 from tests.support.ranks import assert_same_bits
-from treeattn import Decoder, ShardedCache, communicators, reference
+from treeattn import Decoder, ShardedCache, reference
 from treeattn.collectives import build, names
 from treeattn.llama import Llama, Session
 from treeattn.llama.drafts import draft_tree
+from treeattn.mpi import communicators
 from treeattn.token_tree import TokenTree, Verifier
 
 HEADS, DIM, NODES = 2, 16, 6

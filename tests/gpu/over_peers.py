@@ -20,7 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import over_nccl
 import over_ranks
 
-from treeattn import collectives, communicators
+from treeattn import collectives
+from treeattn.mpi import communicators
 
 STEPS = 20
 

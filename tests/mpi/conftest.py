@@ -21,9 +21,9 @@ from mpi4py import MPI
 
 from tests.support.models import write_model
 from tests.support.nccl import NcclOverMpi
-from treeattn import communicators
 from treeattn.collectives.runtime import nccl
 from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
+from treeattn.mpi import communicators
 
 WORLD = MPI.COMM_WORLD
 DEADLINE = float(os.environ.get("TREEATTN_TEST_DEADLINE", "120"))  # seconds that ranks may be apart

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from treeattn import communicators
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
+from treeattn.mpi import communicators
 from treeattn.study.compare.steps import OneCall
 
 pytestmark = pytest.mark.mpi

@@ -10,11 +10,12 @@ from tests.emulator.cases import Case
 from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
 from tests.support.ranks import assert_same_bits
-from treeattn import collectives, communicators, mpi_library
+from treeattn import collectives
 from treeattn.backends import cpu
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda.device import Cuda
 from treeattn.collectives.runtime import nccl
+from treeattn.mpi import communicators, library
 from treeattn.shards import parse_layout
 
 pytestmark = [
@@ -229,7 +230,7 @@ def test_no_room_for_messages_on_one_rank_is_told_by_all(
     comm, runtime, nccl_communicators, monkeypatch, transport
 ):
     """What is allocated while the reduction is planned, after NCCL has connected."""
-    monkeypatch.setattr(mpi_library, "cuda_aware", lambda: True)
+    monkeypatch.setattr(library, "cuda_aware", lambda: True)
     if comm.size == 1:
         return
     sizes = []
@@ -266,10 +267,10 @@ def test_cuda_aware_mpi(comm, runtime, monkeypatch, scheme):
     over_mpi, how = (treeattn.Reduction(**planned, **way) for way in ({"executor": "mpi"}, CUDA_MPI))
     with treeattn.Decoder(comm, **CASE.plan | {"device": "cpu"}, scheme=over_mpi) as on_cpu:
         rounds = len(on_cpu._reducer.rounds)
-    monkeypatch.setattr(mpi_library, "cuda_aware", lambda: False)
+    monkeypatch.setattr(library, "cuda_aware", lambda: False)
     with pytest.raises(treeattn.TransportError, match="'nccl' or 'host'"):
         treeattn.Decoder(comm, **CASE.plan, scheme=how)
-    monkeypatch.setattr(mpi_library, "cuda_aware", lambda: True)
+    monkeypatch.setattr(library, "cuda_aware", lambda: True)
     wanted, _ = by_way_of_the_host(comm, arrays, **planned)
     waits = []
     monkeypatch.setattr(runtime, "synchronize", lambda: waits.append(1))

@@ -18,13 +18,14 @@ from tests.support.reducer_contract import (
     promised,
     wanted,
 )
-from treeattn import collectives, communicators
+from treeattn import collectives
 from treeattn.baselines import BASELINES
 from treeattn.collectives import Schedule, Transfer
 from treeattn.collectives.executors import compiled, interpreter, slots
 from treeattn.collectives.libraries import mpi_allreduce, rescaled_sum
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.errors import ScheduleError
+from treeattn.mpi import communicators
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 

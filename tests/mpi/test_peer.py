@@ -20,11 +20,12 @@ import treeattn
 from tests.emulator.cases import Case
 from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
-from treeattn import collectives, communicators
+from treeattn import collectives
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.cli import doctor_gpu
 from treeattn.collectives.runtime import nccl, watchdog
 from treeattn.decoder import gpu_reducers
+from treeattn.mpi import communicators
 
 pytestmark = [
     pytest.mark.mpi,

@@ -9,14 +9,14 @@ import pytest
 
 import treeattn
 from tests.support.machine import CORES, GPUS, machine
-from treeattn import communicators
 from treeattn.collectives import build
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import as_toml
 from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import explicit
+from treeattn.mpi import communicators
+from treeattn.mpi.topology import detect
 from treeattn.study import calibration
-from treeattn.topology import detect
 
 pytestmark = pytest.mark.mpi
 

@@ -17,11 +17,12 @@ import pytest
 from mpi4py import MPI
 
 import treeattn
-from treeattn import TransportError, collectives, communicators
+from treeattn import TransportError, collectives
 from treeattn.backends.cpu import MergeOperator, NullOperator
 from treeattn.collectives.executors import compiled, mpi_messages, slots
 from treeattn.collectives.runtime.communicator import Process
 from treeattn.collectives.runtime.reducer import ReductionSpec
+from treeattn.mpi import communicators
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 

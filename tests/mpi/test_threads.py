@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import treeattn
-from treeattn import cache_nodes, communicators
+from treeattn import cache_nodes
 from treeattn.errors import StateError
+from treeattn.mpi import communicators
 from treeattn.token_tree import TokenTree, Verifier
 
 pytestmark = pytest.mark.mpi

@@ -10,11 +10,11 @@ from unittest import mock
 import numpy as np
 
 from tests.support.reducer_contract import OPERATOR, Ranks
-from treeattn import communicators
 from treeattn.collectives.executors import slots
 from treeattn.collectives.runtime import mpi_communicator
 from treeattn.collectives.runtime.communicator import Process
 from treeattn.collectives.runtime.reducer import ReductionSpec
+from treeattn.mpi import communicators
 
 
 class LocalRanks(Ranks):

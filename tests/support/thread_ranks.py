@@ -8,11 +8,11 @@ import threading
 from collections import defaultdict, deque
 from unittest import mock
 
-from treeattn import communicators
 from treeattn.collectives.executors import loopback
 from treeattn.collectives.runtime.communicator import Member, node_groups
 from treeattn.collectives.runtime.reducer import Reducer
 from treeattn.decoder import reducers
+from treeattn.mpi import communicators
 
 __all__ = ["ThreadJob", "on_all_ranks"]
 

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.torchrun import without_mpi
-from treeattn import communicators
+from treeattn.mpi import communicators
 
 _LIMIT = datetime.timedelta(seconds=float(os.environ.get("TREEATTN_TEST_DEADLINE", "120")))
 dist.init_process_group("gloo", timeout=_LIMIT)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import treeattn
-from treeattn import mpi_library
+from treeattn.mpi import library
 
 OPEN_MPI = "int MPIX_Query_cuda_support(void) {{ return {}; }}"
 # The type asked for must be 0, MPIX_GPU_SUPPORT_CUDA; the function gives its answer through a pointer.
@@ -33,11 +33,11 @@ MPICH = "int MPIX_GPU_query_support(int type, int *yes) {{ *yes = type == 0 && {
 def test_cuda_aware(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, answer: bool | None
 ) -> None:
-    library = tmp_path / "libmpi.so"
-    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    built = tmp_path / "libmpi.so"
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(built)]
     subprocess.run(command, input=source, text=True, check=True, timeout=300)
-    monkeypatch.setattr(mpi_library, "load", lambda: SimpleNamespace(__file__=str(library)))
-    assert mpi_library.cuda_aware() is answer
+    monkeypatch.setattr(library, "load", lambda: SimpleNamespace(__file__=str(built)))
+    assert library.cuda_aware() is answer
 
 
 @pytest.mark.parametrize("wrong", [0, "world", object, True])

@@ -11,7 +11,7 @@ import types
 
 import pytest
 
-from treeattn import launch, mpi_library
+from treeattn.mpi import launch, library
 
 STARTERS = (
     *("PMI", "OMPI_", "SLURM", "MPI_", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC", "FLUX"),
@@ -246,7 +246,7 @@ def test_programs_of_slurm_without_a_cluster(environment, monkeypatch):
 def test_a_library_that_is_just_being_imported_has_not_started(monkeypatch):
     """A signal that ends the job may come then."""
     monkeypatch.setitem(sys.modules, "mpi4py.MPI", types.ModuleType("mpi4py.MPI"))
-    assert not mpi_library.started()
+    assert not library.started()
 
 
 def test_a_rank_is_missing_where_a_launcher_started_more(environment, monkeypatch):

@@ -9,14 +9,15 @@ import pytest
 from msgspec import structs
 
 from tests.support.machine import GPUS, machine
-from treeattn import hardware, topology
+from treeattn import hardware
 from treeattn.collectives import build, check
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.fit import probes
 from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import explicit, groups, node_groups
 from treeattn.errors import ArgumentError
-from treeattn.topology import Rank, Topology
+from treeattn.mpi import topology
+from treeattn.mpi.topology import Rank, Topology
 
 PAGE = Path(__file__).parents[2] / "docs/topology.md"
 

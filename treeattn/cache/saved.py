@@ -14,12 +14,12 @@ import msgspec
 import numpy as np
 
 from treeattn import files
-from treeattn.agreement import Agreement, collectively
 from treeattn.cache.index import NAME, Index, read_index
 from treeattn.cache.parts import GLOB, UNFINISHED, read_rows, write_part
 from treeattn.cache.placement import Plan, Reach
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError, BackendError, TreeattnError
+from treeattn.mpi.agreement import Agreement, collectively
 
 if TYPE_CHECKING:
     from treeattn.cache.sharded import CacheLayer

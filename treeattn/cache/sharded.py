@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import ArrayLike
 
-from treeattn import communicators
-from treeattn.agreement import Agreement
 from treeattn.attention.positions import Runs
 from treeattn.attention.shape import check_number
 from treeattn.attention.shard import CacheFormat, Shard
@@ -22,6 +20,8 @@ from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.owner import Owner
 from treeattn.errors import ArgumentError
+from treeattn.mpi import communicators
+from treeattn.mpi.agreement import Agreement
 from treeattn.partial import Array
 
 if TYPE_CHECKING:

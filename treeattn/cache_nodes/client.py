@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NoReturn
 
 from numpy.typing import ArrayLike
 
-from treeattn import communicators, job
 from treeattn.attention.shape import check_latent
 from treeattn.attention.shard import CacheFormat
 from treeattn.cache_nodes.link import Link
@@ -23,6 +22,7 @@ from treeattn.cache_nodes.view import Attention, CachePlan
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError, PeerError
+from treeattn.mpi import communicators, job
 
 if TYPE_CHECKING:
     from types import TracebackType

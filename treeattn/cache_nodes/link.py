@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from treeattn import job, mpi_library
-from treeattn.agreement import collectively
 from treeattn.cache_nodes.meeting import meet
 from treeattn.cache_nodes.message import Head, Message, Part
 from treeattn.collectives.runtime import watchdog
@@ -13,6 +11,8 @@ from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.owner import Owner
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ANOTHER_PROCESS, StateError
+from treeattn.mpi import job, library
+from treeattn.mpi.agreement import collectively
 from treeattn.partial import Array
 
 __all__ = ["Link"]
@@ -26,7 +26,7 @@ class Link:
         self.comm = comm
         comm.bcast((scheme, job.commanded()))
         self.tree = meet(comm, scheme)
-        comm.Split(mpi_library.load().UNDEFINED)  # the nodes have a communicator of their own
+        comm.Split(library.load().UNDEFINED)  # the nodes have a communicator of their own
         self._message = Message()
         self.closed = self.busy = self.disowned = False
         self.owner = Owner("the tree of the cache nodes")

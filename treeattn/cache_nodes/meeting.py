@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from treeattn.agreement import Agreement, collectively
 from treeattn.attention.shape import Shape, check_number
 from treeattn.cache.index import Index, read_index
 from treeattn.cache_nodes import memory
@@ -14,6 +13,7 @@ from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import schedule as planned
 from treeattn.errors import RestrictionError
+from treeattn.mpi.agreement import Agreement, collectively
 from treeattn.selection import select
 
 __all__ = ["agreed_capacity", "agreed_index", "meet"]

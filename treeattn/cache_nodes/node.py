@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 from numpy.typing import ArrayLike
 
-from treeattn import communicators
-from treeattn.agreement import collectively
 from treeattn.attention.mask import Rules
 from treeattn.cache import ShardedCache
 from treeattn.cache.sharded import CacheLayer
@@ -18,6 +16,8 @@ from treeattn.cache_nodes.message import Head, Kind, Message, Part
 from treeattn.cache_nodes.view import Attention, CachePlan, View, per_sequence
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError, TransportError, TreeattnError
+from treeattn.mpi import communicators
+from treeattn.mpi.agreement import collectively
 from treeattn.partial import Array
 
 if TYPE_CHECKING:

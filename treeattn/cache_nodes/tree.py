@@ -6,12 +6,12 @@ import os
 import time
 from typing import Any
 
-from treeattn import mpi_library
 from treeattn.cache_nodes.message import Message
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import RestrictionError
+from treeattn.mpi import library
 
 __all__ = ["Tree", "edges"]
 
@@ -45,7 +45,7 @@ class Tree:
         self.messages = self.bytes = 0
         self._own = comm.dup()
         self._comm = self._own.unwatched
-        self._library = mpi_library.load()
+        self._library = library.load()
         self._sending: list[Any] = []
         named = ", ".join(map(str, self.children))
         self._reception = watchdog.Guarded("a message to cache nodes", f"reception by rank {named}")

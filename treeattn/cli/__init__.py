@@ -20,9 +20,10 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from treeattn import communicators, files, job, launch, mpi_library
+from treeattn import files
 from treeattn.cli.standard_output import StandardOutput
 from treeattn.errors import PeerError, TreeattnError, one_line
+from treeattn.mpi import communicators, job, launch, library
 
 __all__ = ["main"]
 
@@ -135,10 +136,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     except Exception as error:
         if isinstance(error.__cause__, SystemExit):  # a signal in the import of an extension module
             raise error.__cause__ from None
-        if mpi_library.is_error(error):
+        if library.is_error(error):
             error = PeerError(f"a message failed, perhaps since another rank has ended: {error}")
             sys.exit(_failed(error))
-        if size > 1 or mpi_library.started():
+        if size > 1 or library.started():
             job.abort(error)
         raise
     code = output.verdict(code)

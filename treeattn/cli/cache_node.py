@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import click
 
-from treeattn import cache_nodes, job
+from treeattn import cache_nodes
 from treeattn.cache_nodes.memory import read_bytes
 from treeattn.cli.options import read
+from treeattn.mpi import job
 
 
 @click.command("cache-node")

@@ -12,7 +12,6 @@ from typing import Any
 import click
 
 from treeattn import files
-from treeattn.agreement import broadcast_from_root, collectively
 from treeattn.attention.shape import DTYPES
 from treeattn.backends.cuda.device import Cuda
 from treeattn.backends.device import Device
@@ -24,6 +23,7 @@ from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import gpu_reducers, reducers
 from treeattn.errors import ArgumentError, MissingPackageError, TransportError, TreeattnError
+from treeattn.mpi.agreement import broadcast_from_root, collectively
 from treeattn.report import Progress, Report
 from treeattn.selection import CATALOG, select
 from treeattn.study import environment, extra

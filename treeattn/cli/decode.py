@@ -11,7 +11,6 @@ from typing import Any
 
 import click
 
-from treeattn.agreement import collectively
 from treeattn.backends.device import Device
 from treeattn.cli import options
 from treeattn.cli.options import FILE, Output
@@ -24,6 +23,7 @@ from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import Decoder
 from treeattn.decoder.reproducible import REPRODUCIBLE
 from treeattn.decoder.request import Reduction
+from treeattn.mpi.agreement import collectively
 from treeattn.partial import Array
 from treeattn.report import Column, Progress, Report, count, microseconds
 from treeattn.shards import Layout

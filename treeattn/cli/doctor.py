@@ -9,13 +9,13 @@ from collections.abc import Iterator
 
 import click
 
-from treeattn import launch, mpi_library
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
 from treeattn.cli import doctor_gpu, probe
 from treeattn.cli.options import Output, output_options
 from treeattn.cli.probe import Finding
 from treeattn.errors import TreeattnError
+from treeattn.mpi import launch, library
 from treeattn.report import Column, Report
 from treeattn.study import environment
 
@@ -59,20 +59,20 @@ def _findings() -> Iterator[Finding]:
 def _mpi(other_ranks: bool) -> Iterator[Finding]:
     """other_ranks: whether there can be ranks without MPI."""
     try:
-        mpi_library.load()
+        library.load()
     except TreeattnError as error:
         what, _, remedy = str(error).rpartition(": ")
         without = other_ranks and environment.installed_version("mpi4py") is None
         yield Finding("MPI library", "missing" if without else "broken", what, remedy)
         return
-    library, launcher = mpi_library.version() or "", probe.launcher()
-    yield Finding("MPI library", "ok", library)
+    name, launcher = library.version() or "", probe.launcher()
+    yield Finding("MPI library", "ok", name)
     if launch.launched_as()[1] > 1:
         return  # this job is the trial of its launcher, and a job in a job would be none
     if launcher is None:
         yield Finding("launcher", "missing", "no mpiexec", "srun, or put the MPI library's mpiexec on PATH")
         return
-    yield _launched(launcher, as_root="Open MPI" in library and os.geteuid() == 0)
+    yield _launched(launcher, as_root="Open MPI" in name and os.geteuid() == 0)
 
 
 def _started() -> Finding:
@@ -82,7 +82,7 @@ def _started() -> Finding:
         what = f"{announced} ranks that torchrun started, and find each other by torch.distributed"
         return Finding("this job", "ok", what, "programs call torch.distributed.init_process_group first")
     try:
-        ranks = mpi_library.load().COMM_WORLD.size
+        ranks = library.load().COMM_WORLD.size
     except TreeattnError:
         ranks = 1  # each of them is alone
     by = f", started by {launcher}" if launcher else ""

@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from treeattn import mpi_library
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda import driver as cuda_driver
 from treeattn.backends.cuda.driver import Driver
 from treeattn.cli import probe
 from treeattn.cli.probe import Finding
 from treeattn.errors import TreeattnError
+from treeattn.mpi import library
 
 _CUPY = re.compile(r"cupy(-cuda\d+x|-rocm.*)?")
 
@@ -193,7 +193,7 @@ def _mpi(gpu: bool) -> Finding:
     subject, launcher = "CUDA-aware MPI", probe.launcher()
     remedy = "not needed for transport='host' or 'nccl'; else load an MPI library that is built with CUDA"
     try:
-        aware = mpi_library.cuda_aware()
+        aware = library.cuda_aware()
     except TreeattnError as error:
         return Finding(subject, "missing", _first_line(error))
     if not aware:

@@ -14,7 +14,6 @@ import click
 import numpy as np
 
 from treeattn import files
-from treeattn.agreement import collectively
 from treeattn.cli import options
 from treeattn.cli.options import FILE, Output, read, whole_numbers
 from treeattn.cli.own_device import own_device
@@ -33,6 +32,7 @@ from treeattn.llama.model import WEIGHTS, Llama
 from treeattn.llama.session import Session
 from treeattn.llama.thread_limits import ThreadLimits
 from treeattn.llama.tokenizer import Tokenizer
+from treeattn.mpi.agreement import collectively
 from treeattn.report import Progress, Report
 from treeattn.study import environment
 

@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
 
 import click
 
-from treeattn import communicators, files
-from treeattn.agreement import collectively, must_match
+from treeattn import files
 from treeattn.attention.mask import Rules
 from treeattn.collectives.runtime.communicator import Communicator, MpiCommunicator
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.mpi import communicators
+from treeattn.mpi.agreement import collectively, must_match
 from treeattn.report import Report
 from treeattn.shards import LAYOUTS, parse_layout
 

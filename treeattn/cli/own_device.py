@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from treeattn import communicators
-from treeattn.agreement import collectively
 from treeattn.backends import device as devices
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda.device import Cuda
@@ -11,6 +9,8 @@ from treeattn.backends.device import Device
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.decoder import gpu_reducers
 from treeattn.errors import ArgumentError
+from treeattn.mpi import communicators
+from treeattn.mpi.agreement import collectively
 
 
 def own_device(world: Communicator, name: str) -> tuple[Device, str | None]:

@@ -6,10 +6,10 @@ from typing import Any
 
 import click
 
-from treeattn import launch
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.cli.options import COUNT, DEVICE, Output, number, numbers, output_options, read
 from treeattn.errors import ArgumentError
+from treeattn.mpi import launch
 from treeattn.report import Column, Progress, Report
 from treeattn.study import environment
 from treeattn.study.roofline import cpu as roofline

@@ -26,12 +26,12 @@ from treeattn.collectives.drawings.trace import trace
 from treeattn.collectives.schedule import Result
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.mpi.topology import needed
 from treeattn.report import Column, Report, count, microseconds
 from treeattn.selection import select
 from treeattn.study import intervals
 from treeattn.study.decode_step import Shape, attention_time, kv_ring_time, query_ring_exchange
 from treeattn.study.intervals import UNKNOWN, Estimate, Timed, estimates
-from treeattn.topology import needed
 
 _DRAWINGS = {"svg": timeline, "trace": trace}
 _SCHEMES = "recursive_doubling,k_nomial_tree,reduce_scatter_gather,hierarchical,split_rail"

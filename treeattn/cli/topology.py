@@ -6,11 +6,11 @@ from dataclasses import asdict
 
 import click
 
-from treeattn import communicators
 from treeattn.cli.options import Output, output_options
 from treeattn.hardware import LEGEND
+from treeattn.mpi import communicators
+from treeattn.mpi.topology import detect
 from treeattn.report import Report
-from treeattn.topology import detect
 
 
 @click.command("topology")

@@ -17,10 +17,10 @@ from treeattn.collectives.clusters.critical_path import assumed_share, critical_
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.clusters.synthesis import Machine, Priced, front, search
 from treeattn.errors import ArgumentError
+from treeattn.mpi.topology import needed
 from treeattn.report import Column, Progress, Report, count, microseconds
 from treeattn.study import intervals
 from treeattn.study.intervals import Estimate, Timed, estimates
-from treeattn.topology import needed
 
 
 @click.command("tune")

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from treeattn import files, reference
-from treeattn.agreement import collectively, must_match
 from treeattn.cli.options import Output
 from treeattn.cli.problem import Problem
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.decoder import Decoder
 from treeattn.errors import ArgumentError
+from treeattn.mpi.agreement import collectively, must_match
 from treeattn.partial import Array
 from treeattn.report import LEGEND, Column, Report, identical
 

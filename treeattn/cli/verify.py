@@ -11,7 +11,6 @@ import click
 import numpy as np
 
 from treeattn import reference
-from treeattn.agreement import collectively
 from treeattn.cli import options
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.problem import Problem
@@ -20,6 +19,7 @@ from treeattn.cli.verdict import Judge, Row, ended_with, plural, show
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError
+from treeattn.mpi.agreement import collectively
 from treeattn.partial import Array
 from treeattn.report import Column, Progress, Report, microseconds
 from treeattn.shards import Layout

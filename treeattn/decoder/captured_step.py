@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from treeattn.agreement import collectively
 from treeattn.attention import arrays
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime.cuda_graph import CudaGraph
 from treeattn.collectives.runtime.owner import Owner
 from treeattn.decoder.plan import Plan
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, StateError, TransportError
+from treeattn.mpi.agreement import collectively
 
 
 class CapturedStep:

@@ -16,8 +16,6 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from treeattn import communicators
-from treeattn.agreement import Agreement, collectively
 from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray
 from treeattn.attention.mask import Rules
@@ -34,6 +32,8 @@ from treeattn.decoder.planned import PlannedDecode, Seen
 from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Sight, Stated
 from treeattn.errors import ArgumentError
+from treeattn.mpi import communicators
+from treeattn.mpi.agreement import Agreement, collectively
 from treeattn.partial import Array
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from treeattn import communicators
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape, check_latent
 from treeattn.attention.shard import CacheFormat
@@ -16,6 +15,7 @@ from treeattn.decoder.reproducible import find
 from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Stated
 from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.mpi import communicators
 
 
 class Decoder(PlannedDecode):

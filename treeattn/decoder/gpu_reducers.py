@@ -14,8 +14,7 @@ import socket
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from treeattn import communicators, mpi_library, partial
-from treeattn.agreement import Agreement, collectively
+from treeattn import partial
 from treeattn.backends import cpu
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.collectives.catalog import DEVICES, Selection
@@ -26,6 +25,8 @@ from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.reducers import by_module, over_mpi, refuse
 from treeattn.errors import TransportError, TreeattnError
+from treeattn.mpi import communicators, library
+from treeattn.mpi.agreement import Agreement, collectively
 
 if TYPE_CHECKING:
     from treeattn.collectives.executors import peer
@@ -155,7 +156,7 @@ def _over_cuda_mpi(
 def _check_cuda_mpi(comm: Communicator, runtime: Runtime) -> None:
     """Raise, on all ranks alike, where MPI does not say that it takes the memory of GPUs. Collective."""
     with Agreement(comm):
-        if not mpi_library.cuda_aware():
+        if not library.cuda_aware():
             raise TransportError(
                 "this MPI library does not say that it takes GPU buffers (treeattn doctor names it): load a "
                 "CUDA-aware one, or take transport='nccl' or 'host'"

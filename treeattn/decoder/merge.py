@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from treeattn import communicators, partial
-from treeattn.agreement import Agreement, must_match
+from treeattn import partial
 from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray, Pair
 from treeattn.attention.shape import DTYPES, query_dtype
@@ -31,6 +30,8 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import folding, plan_reducer
 from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
+from treeattn.mpi import communicators
+from treeattn.mpi.agreement import Agreement, must_match
 from treeattn.partial import Array
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from treeattn import bins, communicators
-from treeattn.agreement import Agreement, collectively
+from treeattn import bins
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.backends.device import Attention, Device, WholeStep
@@ -31,6 +30,8 @@ from treeattn.decoder.reproducible import check_blocks
 from treeattn.decoder.request import Reduction, Request, check
 from treeattn.decoder.sight import Sight, agree
 from treeattn.errors import RestrictionError
+from treeattn.mpi import communicators
+from treeattn.mpi.agreement import Agreement, collectively
 from treeattn.partial import Array
 from treeattn.selection import CATALOG, select
 

@@ -13,8 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from treeattn import communicators
-from treeattn.agreement import Agreement
 from treeattn.attention import arrays
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
@@ -28,6 +26,8 @@ from treeattn.decoder.plan import sinks
 from treeattn.decoder.reproducible import check_blocks, check_shape, find
 from treeattn.decoder.sight import Stated, agree, all_runs
 from treeattn.errors import ArgumentError
+from treeattn.mpi import communicators
+from treeattn.mpi.agreement import Agreement
 from treeattn.partial import Array
 from treeattn.shards import parts
 

@@ -19,14 +19,14 @@ from __future__ import annotations
 
 import warnings
 
-from treeattn import communicators
-from treeattn.agreement import Agreement, collectively
 from treeattn.collectives.catalog import DEVICES, Scheme, Selection
 from treeattn.collectives.executors import compiled, interpreter, slots
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import RestrictionError, SharingError, TransportError
+from treeattn.mpi import communicators
+from treeattn.mpi.agreement import Agreement, collectively
 
 _BY_MPI = ("mpi", "cuda-mpi", "host")
 

@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, TypedDict
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike, NDArray
 
-from treeattn import communicators, partial
-from treeattn.agreement import Agreement, collectively
+from treeattn import partial
 from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray
 from treeattn.attention.mask import Rules
@@ -30,6 +29,8 @@ from treeattn.decoder.plan import folding, plan_reducer
 from treeattn.decoder.request import Reduction, Request
 from treeattn.decoder.sight import Sight, Stated, Told, agree
 from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.mpi import communicators
+from treeattn.mpi.agreement import Agreement, collectively
 from treeattn.partial import Array
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from transformers.generation import GenerationMixin, LogitsProcessor, StoppingCriteria, StoppingCriteriaList
 
-from treeattn.agreement import Agreement, must_match
 from treeattn.errors import ArgumentError
 from treeattn.huggingface.origin import Telling
 from treeattn.huggingface.tensors import digest
+from treeattn.mpi.agreement import Agreement, must_match
 
 #: Ids of each sequence that are compared for a token, after all of them for the first.
 _RECENT = 256

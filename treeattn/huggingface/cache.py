@@ -19,8 +19,6 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from treeattn import communicators
-from treeattn.agreement import Agreement
 from treeattn.attention.shape import check_number
 from treeattn.cache import ShardedCache
 from treeattn.cache.sharded import CacheLayer
@@ -32,6 +30,8 @@ from treeattn.huggingface.agreeing_ranks import follow_rank_0
 from treeattn.huggingface.layers import FullAttentionLayer, SlidingWindowLayer, updated
 from treeattn.huggingface.origin import Origin
 from treeattn.huggingface.remote import RemoteLayer
+from treeattn.mpi import communicators
+from treeattn.mpi.agreement import Agreement
 
 _ATTENTION = {"full_attention": FullAttentionLayer, "sliding_attention": SlidingWindowLayer}
 _STATES = ("linear_attention", "conv", "dummy")

@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.generation import LogitsProcessor
 
-from treeattn.agreement import Agreement
 from treeattn.errors import ArgumentError, StateError
+from treeattn.mpi.agreement import Agreement
 
 if TYPE_CHECKING:
     from treeattn.huggingface.cache import ShardedKV

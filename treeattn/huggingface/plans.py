@@ -13,11 +13,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from treeattn import communicators
 from treeattn.attention.mask import Rules
 from treeattn.attention.shard import CacheFormat
 from treeattn.collectives.runtime.owner import Owner
 from treeattn.decoder import Decoder, Reduction
+from treeattn.mpi import communicators
 
 #: Queries of a plan at most: records are held for all of them.
 MOST_QUERIES = 256

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.generation import GenerateDecoderOnlyOutput
 
-from treeattn.agreement import Agreement
 from treeattn.decoder import Prefill
 from treeattn.errors import ArgumentError
 from treeattn.huggingface.mask import begins_of
 from treeattn.huggingface.plans import Scoring
 from treeattn.huggingface.store import finished
 from treeattn.huggingface.tensors import as_rows, digest, dtype_name
+from treeattn.mpi.agreement import Agreement
 
 if TYPE_CHECKING:
     from treeattn.huggingface.cache import ShardedKV

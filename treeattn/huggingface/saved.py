@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from treeattn.agreement import Agreement, collectively
 from treeattn.cache import ShardedCache
 from treeattn.errors import ArgumentError
 from treeattn.huggingface.layers import FullAttentionLayer
 from treeattn.huggingface.origin import config_digest
 from treeattn.huggingface.remote import RemoteLayer
+from treeattn.mpi.agreement import Agreement, collectively
 
 if TYPE_CHECKING:
     from treeattn.cache.index import Index

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from treeattn.agreement import broadcast_from_root
 from treeattn.collectives.runtime import watchdog
 from treeattn.llama.drafts import Drafter, draft_tree
 from treeattn.llama.session import Session
+from treeattn.mpi.agreement import broadcast_from_root
 from treeattn.partial import Array
 
 

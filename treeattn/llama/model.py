@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from treeattn import communicators
-from treeattn.agreement import Agreement
 from treeattn.attention.shape import DTYPES
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime.communicator import MpiCommunicator
@@ -26,6 +24,8 @@ from treeattn.errors import RestrictionError
 from treeattn.llama.config import Config, Rope, read_config
 from treeattn.llama.tensor_parallel import Linear, Loader, TensorParallelGroup, Tokens
 from treeattn.llama.weights import RandomWeights, Weights
+from treeattn.mpi import communicators
+from treeattn.mpi.agreement import Agreement
 from treeattn.partial import Array
 from treeattn.shards import parts
 

@@ -17,8 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from treeattn import communicators, mpi_library
-from treeattn.agreement import Agreement, broadcast_from_root
 from treeattn.attention.positions import as_runs
 from treeattn.cache import ShardedCache
 from treeattn.collectives.runtime import watchdog
@@ -29,6 +27,8 @@ from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.llama.model import Attend, Llama
 from treeattn.llama.tensor_parallel import Tokens
+from treeattn.mpi import communicators, library
+from treeattn.mpi.agreement import Agreement, broadcast_from_root
 from treeattn.partial import Array
 from treeattn.selection import select
 from treeattn.shards import parse_layout
@@ -299,8 +299,8 @@ class Session:
 def _same_ranks(one: Communicator, other: Communicator) -> bool:
     if one.library != "mpi" or other.library != "mpi":
         return False
-    library = mpi_library.load()
-    return library.Comm.Compare(one, other) in (library.IDENT, library.CONGRUENT)
+    mpi = library.load()
+    return mpi.Comm.Compare(one, other) in (mpi.IDENT, mpi.CONGRUENT)
 
 
 def _checked_prompt(prompt: Sequence[int] | Tokens, capacity: int, model: Llama) -> Tokens:

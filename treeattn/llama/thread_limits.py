@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from treeattn import communicators
-from treeattn.agreement import Agreement
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import BackendError
+from treeattn.mpi import communicators
+from treeattn.mpi.agreement import Agreement
 
 #: A site or a user that sets one of these has decided for NumPy; OURS is that of our own kernels.
 _SETTINGS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")

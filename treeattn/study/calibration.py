@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from msgspec import structs
 
-from treeattn import communicators, mpi_library, topology
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives import build
 from treeattn.collectives.clusters.description import Cluster, Executor
@@ -28,6 +27,7 @@ from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.decoder import Decoder, reducers
 from treeattn.errors import ArgumentError
+from treeattn.mpi import communicators, library, topology
 from treeattn.study import environment
 from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.loop import Loop
@@ -152,7 +152,7 @@ class _Bench:
     def measure(self, probe: Probe) -> list[float]:
         """Microseconds of each iteration of a block, on rank 0. Collective."""
         mine = next((at for at, group in enumerate(probe.groups) if self._comm.rank in group), None)
-        undefined = mpi_library.load().UNDEFINED
+        undefined = library.load().UNDEFINED
         members: Any = self._comm.Split(undefined if mine is None else mine, self._comm.rank)
         if mine is None:
             return self._timed(tuple, tuple)

@@ -11,8 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from treeattn import communicators, launch, mpi_library
 from treeattn.collectives.runtime.communicator import Communicator, kernel
+from treeattn.mpi import communicators, launch, library
 
 # Variables that change what is measured; others may hold secrets and are nobody's business.
 _PREFIXES = (
@@ -44,7 +44,7 @@ def software() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "packages": {name: installed_version(name) for name in names},
-        "mpi": None if launch.launched().launcher == launch.TORCHRUN else mpi_library.version(),
+        "mpi": None if launch.launched().launcher == launch.TORCHRUN else library.version(),
         "git": _git_revision(),
         "command": [_program(sys.argv[0]), *sys.argv[1:]],
     }

@@ -18,10 +18,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from treeattn import communicators
-from treeattn.agreement import broadcast_from_root
 from treeattn.collectives.runtime.communicator import Given
 from treeattn.errors import ArgumentError
+from treeattn.mpi import communicators
+from treeattn.mpi.agreement import broadcast_from_root
 from treeattn.token_tree.tree import Integers, TokenTree, integers
 
 Probabilities = NDArray[np.float64]

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from treeattn import communicators
-from treeattn.agreement import Agreement
 from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray
 from treeattn.attention.mask import Rules
@@ -31,6 +29,8 @@ from treeattn.decoder.plan import folding
 from treeattn.decoder.reproducible import find
 from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.mpi import communicators
+from treeattn.mpi.agreement import Agreement
 from treeattn.partial import Array
 from treeattn.token_tree.owners import check_owner, draft_owners
 from treeattn.token_tree.tree import TokenTree

@@ -9,7 +9,7 @@ import numpy as np
 import torch.distributed as dist
 
 import treeattn
-from treeattn import communicators
+from treeattn.mpi import communicators
 from treeattn.reference import attention
 
 dist.init_process_group("gloo")

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from treeattn import mpi_library
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda import driver as cuda_driver
 from treeattn.backends.cuda.driver import Driver, Gpu
 from treeattn.cli import doctor_gpu, probe
 from treeattn.cli.probe import Finding
 from treeattn.errors import BackendError
+from treeattn.mpi import library
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", "9.0", 80 << 30)
 
@@ -56,7 +56,7 @@ class Machine:
         device = SimpleNamespace(kernel=lambda module, expression: self.compiled.append(module))
         monkeypatch.setattr(cupy_runtime, "current", lambda: device)
         self.aware: bool | None = True
-        monkeypatch.setattr(mpi_library, "cuda_aware", lambda: self.aware)
+        monkeypatch.setattr(library, "cuda_aware", lambda: self.aware)
         monkeypatch.setattr(probe, "launcher", lambda: "mpiexec")
         self.trial: tuple[str, str | None] = ("rightright", None)
         self.trials = 0

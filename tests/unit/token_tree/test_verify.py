@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.support.refusals import refused
-from treeattn import communicators
 from treeattn.backends import cpu
+from treeattn.mpi import communicators
 from treeattn.token_tree import TokenTree, Verifier
 from treeattn.token_tree.owners import OWNERS, draft_owners
 

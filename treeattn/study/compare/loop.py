@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treeattn import mpi_library
 from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.mpi import library
 from treeattn.partial import Array
 from treeattn.study.compare.clock import Clock, Offset, on_common_clock
 
@@ -92,12 +92,12 @@ class Loop:
 
     def _agree(self, mine: int) -> int:
         self._mine[0] = mine
-        self._comm.Allreduce(self._mine, self._agreed, mpi_library.load().MAX)
+        self._comm.Allreduce(self._mine, self._agreed, library.load().MAX)
         return int(self._agreed[0])
 
     def agree_on_slowest(self, mine: float) -> float:
         """The largest value of all ranks. Collective."""
-        return float(self._comm.allreduce(mine, mpi_library.load().MAX))
+        return float(self._comm.allreduce(mine, library.load().MAX))
 
     def run(
         self,

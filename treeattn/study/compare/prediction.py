@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treeattn import topology
-from treeattn.agreement import collectively
 from treeattn.attention.shape import DTYPES
 from treeattn.collectives.catalog import executor_over
 from treeattn.collectives.clusters.description import Cluster
@@ -19,6 +17,8 @@ from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.mpi import topology
+from treeattn.mpi.agreement import collectively
 from treeattn.selection import select
 from treeattn.study.compare.rows import SUM, Key
 from treeattn.study.decode_step import (

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import numpy as np
 
 from treeattn import reference
-from treeattn.agreement import Agreement, collectively
 from treeattn.attention.shape import DTYPES
 from treeattn.backends import device as devices
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError
+from treeattn.mpi.agreement import Agreement, collectively
 from treeattn.partial import Array
 from treeattn.shards import Layout
 from treeattn.study import environment

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from treeattn import mpi_library
 from treeattn.attention.shape import Shape
 from treeattn.backends import device as devices
 from treeattn.collectives.runtime.communicator import MpiCommunicator
@@ -18,6 +17,7 @@ from treeattn.decoder import Decoder, gpu_reducers
 from treeattn.decoder import plan as routes
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.request import Reduction, Request
+from treeattn.mpi import library
 from treeattn.partial import Array
 from treeattn.selection import select
 from treeattn.study.compare.rows import SUM, Key
@@ -57,7 +57,7 @@ def library_sum(key: Key, reduction: ReductionSpec) -> Reducer:
 
 
 def _where_it_lies(comm: Any, memory: Memory, mine: Array) -> Callable[[], object]:
-    total, operation = memory.empty(mine.shape, mine.dtype), mpi_library.load().SUM
+    total, operation = memory.empty(mine.shape, mine.dtype), library.load().SUM
     if memory is HOST:
         return lambda: comm.Allreduce(mine, total, operation)
 
@@ -70,7 +70,7 @@ def _where_it_lies(comm: Any, memory: Memory, mine: Array) -> Callable[[], objec
 
 def _by_way_of_the_host(comm: Any, memory: Any, mine: Array) -> Callable[[], object]:
     given, total = (memory.pinned(mine.shape, mine.dtype) for _ in range(2))
-    operation = mpi_library.load().SUM
+    operation = library.load().SUM
 
     def add() -> None:
         memory.copy(given, mine)

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from treeattn import communicators
 from treeattn.collectives import Schedule, Transfer
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.traffic import Payload
+from treeattn.mpi import communicators
 from treeattn.study.paper.experiment import IN_THE_FIGURE, MACHINE, Cell, Experiment, Table
 
 WARM_UP = 3

@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from treeattn import collectives, mpi_library
+from treeattn import collectives
 from treeattn.collectives import Schedule
 from treeattn.collectives.clusters import placement
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import TreeattnError
+from treeattn.mpi import library
 from treeattn.study.compare import sweep as blocks
 from treeattn.study.compare.measure import Effort
 from treeattn.study.compare.rows import Key
@@ -111,7 +112,7 @@ def first_ranks(comm: MpiCommunicator, ranks: int) -> Iterator[MpiCommunicator |
     """A communicator of the first so many; the others sleep meanwhile, so that they take no core away.
     Collective."""
     member = comm.rank < ranks
-    part: Any = comm.Split(0 if member else mpi_library.load().UNDEFINED, comm.rank)
+    part: Any = comm.Split(0 if member else library.load().UNDEFINED, comm.rank)
     yield part if member else None
     if member:
         part.Free()

@@ -16,9 +16,9 @@ from typing import NoReturn
 
 import numpy as np
 
-from treeattn import launch, mpi_library
 from treeattn.collectives.runtime import watchdog
 from treeattn.errors import BackendError
+from treeattn.mpi import launch, library
 from treeattn.partial import Array
 
 _PROMPT = 0.5  # seconds in which the main thread hears of a signal, unless it is in a blocking call
@@ -44,18 +44,18 @@ def start() -> None:
         _start_group(size)
         return
     watchdog.introduce(rank, size, launch.siblings, launch.abort)
-    library = mpi_library.load(initialize=False)
-    if library.Is_initialized():
+    mpi = library.load(initialize=False)
+    if mpi.Is_initialized():
         return
-    functions, provided = ctypes.CDLL(library.__file__), ctypes.c_int()
+    functions, provided = ctypes.CDLL(mpi.__file__), ctypes.c_int()
     with watchdog.Guarded("the start of MPI"), _none_missing():
-        code = functions.MPI_Init_thread(None, None, mpi_library.thread_level(), ctypes.byref(provided))
+        code = functions.MPI_Init_thread(None, None, library.thread_level(), ctypes.byref(provided))
     for number in _handled:  # again: UCX takes SIGHUP for a command to say all that it does
         signal.signal(number, signal.getsignal(number))
-    if code != library.SUCCESS:
+    if code != mpi.SUCCESS:
         raise BackendError(f"MPI does not start: MPI_Init_thread gives error {code}")
-    for comm in (library.COMM_WORLD, library.COMM_SELF):
-        comm.Set_errhandler(library.ERRORS_RETURN)  # as mpi4py does
+    for comm in (mpi.COMM_WORLD, mpi.COMM_SELF):
+        comm.Set_errhandler(mpi.ERRORS_RETURN)  # as mpi4py does
     watchdog.at_the_end(_finalize_mpi)
 
 
@@ -101,13 +101,13 @@ def commanded() -> bool:
 
 
 def _finalize_mpi() -> None:
-    library = mpi_library.load()
-    if not library.Is_finalized():
+    mpi = library.load()
+    if not mpi.Is_finalized():
         # While there is a communicator to abort: a rank that is stopped later may hide the exit code.
         if _command:
-            with watchdog.Guarded("the end of MPI"), contextlib.suppress(library.Exception):
-                library.COMM_WORLD.Barrier()
-        watchdog.finalize_mpi(ctypes.CDLL(library.__file__).MPI_Finalize)
+            with watchdog.Guarded("the end of MPI"), contextlib.suppress(mpi.Exception):
+                mpi.COMM_WORLD.Barrier()
+        watchdog.finalize_mpi(ctypes.CDLL(mpi.__file__).MPI_Finalize)
 
 
 def end_on_signals(endings: Mapping[int, Callable[[], object]]) -> None:
@@ -149,7 +149,7 @@ def finalize(code: int, reason: str = "", patience: float | None = None) -> bool
     where the others wait for it too, or fail likewise: then the lowest ends them.
     """
     rank, size = _place()
-    if size > 1 and not (_grouped or mpi_library.started()):
+    if size > 1 and not (_grouped or library.started()):
         watchdog.speak(reason, code)
     if size == 1:
         return launch.launched_as()[0] == 0
@@ -172,8 +172,8 @@ def _minimum(number: Array) -> Callable[[], bool]:
         work = dist.all_reduce(torch.from_numpy(number), dist.ReduceOp.MIN, async_op=True)
         completed: Callable[[], bool] = work.is_completed
         return completed
-    library = mpi_library.load()
-    test: Callable[[], bool] = library.COMM_WORLD.Iallreduce(library.IN_PLACE, number, library.MIN).Test
+    mpi = library.load()
+    test: Callable[[], bool] = mpi.COMM_WORLD.Iallreduce(mpi.IN_PLACE, number, mpi.MIN).Test
     return test
 
 
@@ -203,7 +203,7 @@ def end(code: int) -> NoReturn:
 
 def _place() -> tuple[int, int]:
     """(rank, size) as MPI has them, or before it starts, and below torchrun, the launcher."""
-    if _grouped or not mpi_library.started():
+    if _grouped or not library.started():
         return launch.launched_as()
-    comm = mpi_library.load().COMM_WORLD
+    comm = library.load().COMM_WORLD
     return comm.rank, comm.size

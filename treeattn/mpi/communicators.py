@@ -6,9 +6,9 @@ import functools
 import sys
 from typing import TYPE_CHECKING, Any
 
-from treeattn import forked, launch, mpi_library
 from treeattn.collectives.runtime.communicator import Communicator, Member, MpiCommunicator, kernel
 from treeattn.errors import ArgumentError, BackendError
+from treeattn.mpi import forked, launch, library
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -21,15 +21,15 @@ def world() -> MpiCommunicator:
 
     Collective for the first time, as `intracomm`.
     """
-    alone = launch.launched().launcher == launch.TORCHRUN and not mpi_library.started()
-    if problem := launch.problem(1 if alone else mpi_library.load().COMM_WORLD.size):
+    alone = launch.launched().launcher == launch.TORCHRUN and not library.started()
+    if problem := launch.problem(1 if alone else library.load().COMM_WORLD.size):
         raise BackendError(": ".join(problem))
-    return _watched(mpi_library.load().COMM_WORLD)
+    return _watched(library.load().COMM_WORLD)
 
 
 def alone() -> MpiCommunicator:
     """COMM_SELF."""
-    return _watched(mpi_library.load().COMM_SELF)
+    return _watched(library.load().COMM_SELF)
 
 
 def intracomm(comm: object) -> Communicator:
@@ -50,8 +50,8 @@ def intracomm(comm: object) -> Communicator:
             return comm
     if comm is None:
         return world()
-    library: Any = sys.modules.get("mpi4py.MPI")
-    if library is None or not isinstance(comm, library.Intracomm) or comm == library.COMM_NULL:
+    mpi: Any = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not isinstance(comm, mpi.Intracomm) or comm == mpi.COMM_NULL:
         raise ArgumentError(
             "comm must be an intracommunicator of mpi4py, such as MPI.COMM_WORLD, or a process group of "
             f"torch.distributed, not {comm!r}"

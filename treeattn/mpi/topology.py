@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from msgspec import structs
 
-from treeattn import communicators, hardware
+from treeattn import hardware
 from treeattn.backends.cuda import driver
 from treeattn.collectives import build
 from treeattn.collectives.clusters import description
@@ -28,6 +28,7 @@ from treeattn.collectives.clusters.placement import Placement, block
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.hardware import ROOT, Devices, PciDevice
+from treeattn.mpi import communicators
 
 #: Names the cluster where no option does.
 PRESET = "TREEATTN_CLUSTER"
