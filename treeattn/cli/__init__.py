@@ -35,19 +35,15 @@ _COMMANDS = {
     "cache-node": "Keep keys and values for the model process, rank 0, and attend to them until it ends.",
     "calibrate": "Measure what messages cost between the ranks of this job, and write it as a cluster file.",
     "check-partials": "Find out why the partial results of several ranks do not add up. Needs no MPI.",
-    "compare": "Measure schemes against each other: cold and warm, with intervals, errors, payload and "
-    "memory.",
+    "compare": "Measure schemes against each other, whole steps and the reduction alone, and say which is "
+    "faster.",
     "decode": "Decode the query of INPUT over its KV cache, every rank holding a shard of the tokens.",
     "doctor": "Say what treeattn finds on this machine, and how to mend what it misses.",
-    "export": "Write results of `treeattn compare --out` as CSV or Parquet, or as OSU's and NCCL's "
-    "benchmarks would.",
     "generate": "Continue a prompt: text on stdout as it comes, what was measured on stderr.",
     "paper": "Print the paper's experiments: ours, the paper's number and the model side by side "
     "(default: all).",
-    "plot": "Draw figures from files of `treeattn compare --out` and `treeattn roofline --json`. Needs "
-    "no MPI.",
-    "published": "Predict all-reductions published of supercomputers. Needs no MPI; each FILE is CSV or "
-    "gzip of it.",
+    "plot": "Draw results of `treeattn compare --out`: time over size, relative to a baseline, scaling "
+    "with ranks, predicted against measured. Needs no MPI; pip install '.[study]'.",
     "report": "Write results of `treeattn compare --out` as one HTML file that needs no network and no MPI.",
     "roofline": "Measure decoding steps (one query, 8 KV heads x 128) against what this machine's memory "
     "delivers.",
@@ -63,8 +59,6 @@ _COMMANDS = {
     "ranks reordered, each proved and simulated. Needs no MPI.",
     "verify": "Verify the draft tokens of FILE against its KV cache, every rank holding a shard of the "
     "context.",
-    "visible": "Show which tokens of which rank queries see, and the intervals of each shard that kernels "
-    "read.",
 }
 
 

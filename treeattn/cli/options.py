@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
 import click
 
 from treeattn import files
-from treeattn.attention.mask import Rules
 from treeattn.collectives.runtime.communicator import Communicator, MpiCommunicator
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError, TreeattnError
@@ -154,27 +153,6 @@ size_options = grouped(
     click.option("--queries", type=SIZE, default=1),
     click.option("--heads", type=SIZE, default=16),
     click.option("--head-dim", type=SIZE, default=128),
-)  # fmt: skip
-
-
-def _window(text: str) -> tuple[int | None, int | None]:
-    """Read ``LEFT,RIGHT``; a side that is empty is unbounded. Raises `ArgumentError`."""
-    sides = text.split(",")
-    if len(sides) != 2 or not all(side.isdecimal() or not side for side in sides):
-        raise ArgumentError(f"{text}: two whole numbers LEFT,RIGHT; an empty one is unbounded")
-    left, right = (int(side) if side else None for side in sides)
-    return left, right
-
-
-#: Options that a command takes as one argument, a `treeattn.Rules`.
-rule_options = grouped(
-    "rules", Rules,
-    click.option("--causal", is_flag=True, help="Queries see no key that comes after them."),
-    click.option("--window", callback=read(_window), metavar="LEFT,RIGHT",
-                 help="Queries see keys from LEFT before to RIGHT behind them."),
-    click.option("--leading", type=click.IntRange(0), default=0,
-                 help="Tokens at the beginning that a window leaves visible."),
-    click.option("--softcap", type=float, help="Logits x become softcap * tanh(x / softcap)."),
 )  # fmt: skip
 
 
