@@ -53,7 +53,7 @@ def test_the_watchdog_knows_of_every_call(command, folder, preloaded):
 def test_one_that_it_does_not_know_of_is_found(preloaded):
     lines = (
         "from tests.faults import told_calls",
-        "from treeattn import communicators",
+        "from treeattn.mpi import communicators",
         "world = communicators.world()",
         "told_calls.start()",
         "world.Barrier()",

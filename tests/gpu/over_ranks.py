@@ -16,9 +16,9 @@ from mpi4py import MPI  # noqa: E402
 import treeattn  # noqa: E402
 from tests.emulator.cases import Case  # noqa: E402
 from tests.emulator.runtime import EmulatorRuntime  # noqa: E402
-from treeattn import communicators  # noqa: E402
 from treeattn.backends import device as devices  # noqa: E402
 from treeattn.backends.cuda import cupy_runtime  # noqa: E402
+from treeattn.mpi import communicators  # noqa: E402
 from treeattn.selection import select  # noqa: E402
 from treeattn.shards import parse_layout  # noqa: E402
 

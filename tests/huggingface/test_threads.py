@@ -12,9 +12,10 @@ transformers = pytest.importorskip("transformers", reason="not installed (the ex
 torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
 
 from tests.support.tiny_models import CACHE, made, prompt  # noqa: E402
-from treeattn import communicators, huggingface  # noqa: E402
+from treeattn import huggingface  # noqa: E402
 from treeattn.errors import StateError  # noqa: E402
 from treeattn.huggingface import layers, store  # noqa: E402
+from treeattn.mpi import communicators  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
 
