@@ -34,7 +34,7 @@ DATA = sorted(
         f"treeattn/collectives/{p.relative_to(ROOT / 'collectives')}"
         for p in (ROOT / "collectives").rglob("*.toml")
     ]
-    + ["treeattn/py.typed"]
+    + ["treeattn/py.typed", "treeattn/study/report.html"]
 )
 
 JOB = """
@@ -147,6 +147,40 @@ def test_ranks_of_torchrun_need_no_mpi(wheel, tmp_path):
     settings = {"PYTHONPATH": str(lent), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     where = run(tmp_path / "venv/bin/python", *launcher, "job.py", cwd=tmp_path, **settings)
     assert where.count(str(tmp_path)) == 2
+
+
+@pytest.mark.parametrize("words", [
+    f"decode {ROOT}/tests/data/smollm2_layer17_4096.safetensors --repeat 1 --check",
+    "schedule hierarchical --ranks 8 --nodes 2 --format svg --out a.svg",
+    "schemes",
+    "doctor",
+    "simulate --cluster dgx-h100 --ranks 8",
+    "tune --cluster laptop --ranks 4",
+    "paper --ranks-free steps",
+    "roofline --tokens 4096 --repeat 1",
+    "compare --schemes ring --bytes 1Ki --repetitions 6 --seconds 0.01 --out results.jsonl",
+])  # fmt: skip
+def test_commands_without_the_extra_for_studies(installed, tmp_path, words):
+    """None of scipy, pandas, matplotlib and Jinja2 is installed: what needs none of them runs."""
+    done = run(installed / "treeattn", *words.split(), cwd=tmp_path)
+    if words.startswith("compare"):
+        said = " ".join(done.split())
+        assert "medians only: scipy is missing" in said
+        assert "pip install '.[study]'" in said
+        for command in ("plot results.jsonl", "report results.jsonl --out a.html"):
+            failed = subprocess.run([installed / "treeattn", *command.split()], cwd=tmp_path,
+                                    capture_output=True, text=True, timeout=300)  # fmt: skip
+            assert failed.returncode == 1
+            assert failed.stderr.endswith("pip install '.[study]'\n")
+            assert "Traceback" not in failed.stderr
+
+
+def test_every_command_has_help_without_an_extra(installed, tmp_path):
+    program = "from treeattn.cli import commands; print(*commands.list_commands(None))"
+    names = run(installed / "python", "-c", program, cwd=tmp_path).split()
+    assert len(names) > 10
+    for name in names:
+        assert f"treeattn {name}" in run(installed / "treeattn", name, "--help", cwd=tmp_path)
 
 
 def test_wheel_beside_a_checkout(installed):
