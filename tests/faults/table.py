@@ -28,7 +28,6 @@ TOGETHER = {
     "decode": f"decode {CACHE} --check --repeat 200",
     "generate": "generate --model {tmp} --prompt-ids 1,2,3,4,5,6,7,8 -n 8",
     "paper": "paper latency",
-    "topology": "topology",
     "verify": "verify {tmp}/drafts.safetensors",
 }
 
@@ -219,7 +218,6 @@ WRITERS = {
     "schedule": "ring --ranks 8",
     "schemes": "",
     "simulate": "--cluster dgx-h100 --ranks 16 --tokens 5120k",
-    "topology": "",
     "tune": "--cluster dgx-h100 --ranks 16",
     "verify": "{tmp}/drafts.safetensors",
 }

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from textwrap import indent
-
 import pytest
 from msgspec import structs
 
-from tests.support.machine import GPUS, machine
-from treeattn import hardware
+from tests.support.machine import machine
 from treeattn.collectives import build, check
 from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.description import Cluster, Executor, Tier
 from treeattn.collectives.clusters.fit import probes
 from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import explicit, groups, node_groups
@@ -19,21 +16,23 @@ from treeattn.errors import ArgumentError
 from treeattn.mpi import topology
 from treeattn.mpi.topology import Rank, Topology
 
-PAGE = Path(__file__).parents[2] / "docs/topology.md"
 
-
-def made(*nodes, cards=(), gpus=()):
+def made(*nodes, nics=0):
     """Of each node the sockets that its ranks may run on; ranks are numbered node by node."""
     places = [(at, sockets) for at, node in enumerate(nodes) for sockets in node]
-    return Topology(tuple(
-        Rank(rank, f"cn{node}", node, sockets, sockets, 4, cards, gpus, {})
-        for rank, (node, sockets) in enumerate(places)
-    ))  # fmt: skip
+    return Topology(tuple(Rank(rank, node, sockets, nics) for rank, (node, sockets) in enumerate(places)))
 
 
 def bound(*nodes, **more):
     """Of each node the socket that each of its ranks is bound to."""
     return made(*([(socket,) for socket in node] for node in nodes), **more)
+
+
+def cluster_of(found):
+    """With made-up prices."""
+    levels, places = found.levels()
+    tiers = tuple(Tier(name, joins, 1.0, 0.1, 0.0, 10.0) for name, joins in levels)
+    return Cluster("made", "", "node", tiers, {"e": Executor(0.0, 0.0, 1.0)}, "e", cards=found.nics), places
 
 
 UNEVEN = bound((0, 1, 0), (1, 1, 0, 0, 0))
@@ -42,12 +41,11 @@ UNEVEN = bound((0, 1, 0), (1, 1, 0, 0, 0))
 def test_sockets_are_a_level_where_ranks_are_bound_to_several():
     assert UNEVEN.sockets == (((0, 2), (1,)), ((5, 6, 7), (3, 4)))
     assert UNEVEN.binding.startswith("sockets are a level")
-    cluster, places = UNEVEN.cluster()
-    assert [(tier.name, tier.joins) for tier in cluster.tiers] == [("socket", 3), ("node", 2), ("switch", 2)]
+    cluster, places = cluster_of(UNEVEN)
+    assert [(tier.name, tier.joins) for tier in cluster.tiers] == [("socket", 3), ("node", 2), ("network", 2)]
     assert explicit(cluster, places) == places
     assert groups(cluster, places, 0) == ((0, 2), (1,), (5, 6, 7), (3, 4))
     assert node_groups(cluster, places) == UNEVEN.nodes == ((0, 1, 2), (3, 4, 5, 6, 7))
-    assert "2 x 2 x 3 ranks as detected, with the prices of dual-socket" in cluster.about
 
 
 @pytest.mark.parametrize(
@@ -64,7 +62,7 @@ def test_sockets_are_no_level_and_why(found, words):
     assert found.sockets == ()
     assert found.binding.startswith("sockets are no level: ")
     assert words in found.binding
-    cluster, places = found.cluster()
+    cluster, places = cluster_of(found)
     assert "socket" not in [tier.name for tier in cluster.tiers]
     assert explicit(cluster, places) == places
 
@@ -72,7 +70,7 @@ def test_sockets_are_no_level_and_why(found, words):
 @pytest.mark.parametrize("found", [UNEVEN, bound((0, 1, 0, 1)), bound((0, 0, 1, 1), (0, 0, 1, 1))])
 def test_schemes_over_all_levels_are_reductions(found):
     """Of sockets, nodes and the network; uneven and out of order too."""
-    cluster, places = found.cluster()
+    cluster, places = cluster_of(found)
     by_socket = [one for one in nested(cluster, places) if one.tier == "socket"]
     assert [one.text.partition(":")[0] for one in by_socket] == ["hierarchical", "split_rail", "multi_leader"]
     for one in by_socket:
@@ -82,22 +80,12 @@ def test_schemes_over_all_levels_are_reductions(found):
     assert ("nodes=" + "+".join(map(str, sizes)) in by_socket[0].text) == (len(sizes) > 1)
 
 
-def test_the_scheme_over_sockets_is_named_where_a_name_says_it():
-    in_order = bound((0, 0, 1), (0, 1, 1, 1))
-    name = "hierarchical:outer=(hierarchical:nodes=2+2):nodes=2+1+1+3"
-    assert in_order.over_sockets == name
-    check(build(name, 7))
-    assert bound((0, 0, 1, 1)).over_sockets == "hierarchical:nodes=2+2"
-    assert UNEVEN.over_sockets == ""
-    assert bound((0, 0)).over_sockets == ""
-
-
 def test_leaders_of_one_node_meet_before_those_of_several():
     """Ranks that are dealt out over nodes: sockets in order of their first ranks would mix the nodes."""
     ranks = tuple(
-        Rank(rank, "cn", rank % 2, (rank // 2 % 2,), (), 4, (), (), {}) for rank in range(8)
+        Rank(rank, rank % 2, (rank // 2 % 2,)) for rank in range(8)
     )  # fmt: skip
-    cluster, places = Topology(ranks).cluster()
+    cluster, places = cluster_of(Topology(ranks))
     one = next(one for one in nested(cluster, places) if one.tier == "socket")
     assert one.groups == ((0, 4), (2, 6), (1, 5), (3, 7))
     schedule = build(one.text, 8, nodes=one.groups)
@@ -108,7 +96,7 @@ def test_leaders_of_one_node_meet_before_those_of_several():
 def test_a_cluster_with_sockets_takes_ranks_by_them():
     cluster = description.load("dual-socket")
     places = UNEVEN.places_on(cluster)
-    assert groups(cluster, places, 0) == groups(*UNEVEN.cluster(), 0)
+    assert groups(cluster, places, 0) == groups(*cluster_of(UNEVEN), 0)
     inner, *outer = cluster.tiers
     flat = structs.replace(cluster, tiers=(structs.replace(inner, name="package"), *outer))
     assert node_groups(flat, UNEVEN.places_on(flat)) == UNEVEN.nodes
@@ -127,38 +115,16 @@ def test_nodes_that_do_not_fit_are_said():
     assert UNEVEN.misfit(cluster) == ""
 
 
-def test_network_cards_are_counted_if_nodes_can_share_them_evenly():
-    two = ("mlx5_0", "mlx5_1")
-    assert bound((0, 0), (0, 0), cards=two).cluster()[0].cards == 2
-    assert bound((0, 0, 0), (0, 0, 0), cards=two).cluster()[0].cards == 1
-    assert "2 cards a node" in bound((0, 0), (0, 0), cards=two).cluster()[0].about
+def test_nics_are_counted_if_nodes_can_share_them_evenly():
+    assert bound((0, 0), (0, 0), nics=2).nics == 2
+    assert bound((0, 0, 0), (0, 0, 0), nics=2).nics == 1
 
 
-DRAWING = """\
-node 0  cn0
-  socket 0    [0] [2]
-    GPU 0     NVIDIA H100  (for 0 1 2)
-    GPU 1     NVIDIA H100
-    mlx5_0    InfiniBand, 400 Gb/sec (4X NDR)
-  socket 1    [1]
-    GPU 2     NVIDIA H100
-    GPU 3     NVIDIA H100
-    mlx5_1    InfiniBand, 400 Gb/sec (4X NDR)
-  links    GPU 0   GPU 1   GPU 2   GPU 3  mlx5_0  mlx5_1
-  GPU 0        -     PHB     SYS     SYS     PIX     SYS
-  GPU 1      PHB       -     SYS     SYS     PHB     SYS
-  GPU 2      SYS     SYS       -     PXB     SYS    NODE
-  GPU 3      SYS     SYS     PXB       -     SYS    NODE"""
-
-
-def test_the_drawing(tmp_path):
-    devices = hardware.devices(machine(tmp_path))
-    found = Topology(bound((0, 1, 0), gpus=(GPUS[0],)).ranks, (devices,))
-    assert found.drawing() == DRAWING
-    assert indent(DRAWING, "    ") in PAGE.read_text()
-    loose = Topology(made([(0, 1)]).ranks, (devices,)).drawing()
-    assert "  any socket  [0]" in loose
-    assert "  socket 0\n    GPU 0" in loose
+def test_what_sysfs_says_of_this_process(tmp_path, monkeypatch):
+    root = machine(tmp_path)
+    for cores, sockets in (({0, 2}, (0,)), ({0, 1}, (0, 1)), ({0, 9}, ())):  # of core 9 nothing is said
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, cores=cores: cores)
+        assert topology.sockets_of(root) == sockets
 
 
 def test_probes_of_sockets_keep_to_them():

@@ -53,8 +53,6 @@ _COMMANDS = {
     "restriction.",
     "simulate": "Predict what a reduction costs on a cluster that need not be here, message by message. "
     "Needs no MPI.",
-    "topology": "Draw the ranks of this job on nodes and sockets, with GPUs, NICs, what joins them, and "
-    "what the launcher says.",
     "tune": "Search for the schedule that suits a machine: the catalogue's schemes and parameters, and "
     "ranks reordered, each proved and simulated. Needs no MPI.",
     "verify": "Verify the draft tokens of FILE against its KV cache, every rank holding a shard of the "

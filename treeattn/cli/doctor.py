@@ -15,7 +15,8 @@ from treeattn.cli import doctor_gpu, probe
 from treeattn.cli.options import Output, output_options
 from treeattn.cli.probe import Finding
 from treeattn.errors import TreeattnError
-from treeattn.mpi import launch, library
+from treeattn.mpi import communicators, launch, library
+from treeattn.mpi.topology import detect
 from treeattn.report import Column, Report
 from treeattn.study import environment
 
@@ -44,8 +45,10 @@ def _findings() -> Iterator[Finding]:
     cores = len(os.sched_getaffinity(0))
     yield Finding("CPU", "ok", f"{environment.cpu_name()}, {cores} usable cores, {platform.machine()}")
     torch = environment.installed_version("torch")
-    yield _started()
-    yield from _mpi(torch is not None)
+    started = _started()
+    yield started
+    by_mpi = launch.launched()[0] != launch.TORCHRUN
+    yield from _mpi(torch is not None, by_mpi and started.verdict == "ok")
     yield Finding(
         "torchrun",
         "missing" if torch is None else "ok",
@@ -56,8 +59,8 @@ def _findings() -> Iterator[Finding]:
     yield from doctor_gpu.findings()
 
 
-def _mpi(other_ranks: bool) -> Iterator[Finding]:
-    """other_ranks: whether there can be ranks without MPI."""
+def _mpi(other_ranks: bool, together: bool) -> Iterator[Finding]:
+    """other_ranks: whether there can be ranks without MPI. together: whether those of MPI are one job."""
     try:
         library.load()
     except TreeattnError as error:
@@ -67,6 +70,8 @@ def _mpi(other_ranks: bool) -> Iterator[Finding]:
         return
     name, launcher = library.version() or "", probe.launcher()
     yield Finding("MPI library", "ok", name)
+    if together:
+        yield _places()
     if launch.launched_as()[1] > 1:
         return  # this job is the trial of its launcher, and a job in a job would be none
     if launcher is None:
@@ -95,6 +100,18 @@ def _started() -> Finding:
         return Finding("this job", "slow", what, f"what is measured here is not the cluster: {remedy}")
     where = f" in a container ({launch.container()})" if launch.container() else ""
     return Finding("this job", "ok", f"one process{where}, started by no launcher")
+
+
+def _places() -> Finding:
+    """Where the ranks of this job are. Collective."""
+    found = detect(communicators.world())
+    nodes = ", ".join(str(len(node)) for node in found.nodes)
+    return Finding(
+        "places",
+        "ok",
+        f"ranks on each node: {nodes}; {found.binding}",
+        "lstopo draws the machine, nvidia-smi topo -m what joins its GPUs",
+    )
 
 
 def _launched(launcher: str, as_root: bool) -> Finding:

@@ -1,68 +1,43 @@
-"""Where the ranks of a job are: nodes, sockets, devices, what the launcher says; and as a cluster.
+"""Where the ranks of a job are: nodes and sockets, and how that fits a cluster that somebody described.
 
-Nodes are MPI's shared-memory domains, sockets what the cores that a rank may use belong to. What the system
-does not show is None or empty, and nothing is guessed: sockets are a level of reductions only where each
-rank is seen to be bound to one.
+Nodes are MPI's shared-memory domains, sockets what the cores that a rank may use belong to, by sysfs. Nothing
+is guessed: sockets are a level of reductions only where each rank is seen to be bound to one.
 """
 
 from __future__ import annotations
 
 import os
-import socket
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from msgspec import structs
-
-from treeattn import hardware
-from treeattn.backends.cuda import driver
-from treeattn.collectives import build
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster
-from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import Placement, block
 from treeattn.collectives.runtime.communicator import Communicator
-from treeattn.errors import ArgumentError, BackendError
-from treeattn.hardware import ROOT, Devices, PciDevice
+from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
 
 #: Names the cluster where no option does.
 PRESET = "TREEATTN_CLUSTER"
 
-#: Whose prices stand in for those of a machine that nobody has measured: of one node, of several, with
-#: sockets.
-ONE_NODE, SEVERAL_NODES, SOCKETS = "laptop", "cpu-hdr200", "dual-socket"
 _SOCKET = "socket"  # the tier of that name in a cluster file
-
-# What launchers say about place; values are shown as they are.
-_LAUNCHERS = (
-    "SLURM_JOB_NODELIST", "SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN", "SLURM_NODEID",
-    "SLURM_LOCALID", "SLURM_DISTRIBUTION", "SLURM_CPU_BIND", "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_NODE_RANK", "PMI_RANK", "MPI_LOCALRANKID", "PALS_LOCAL_RANKID",
-    "PBS_NODEFILE", "FLUX_TASK_LOCAL_ID", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES",
-)  # fmt: skip
+_ROOT = Path("/")
 
 Group = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """Where one rank is. sockets, numa: those whose cores it may run on; cards: names of the node's network
-    cards; gpus: PCI addresses of those that its driver lets it use; launcher: variables."""
+    """Where one rank is. sockets: those whose cores it may run on; nics: network cards of its node that have
+    a link."""
 
     rank: int
-    host: str
     node: int
     sockets: tuple[int, ...]
-    numa: tuple[int, ...]
-    cores: int
-    cards: tuple[str, ...]
-    gpus: tuple[str, ...]
-    launcher: dict[str, str]
+    nics: int = 0
 
     @property
     def socket(self) -> int | None:
@@ -72,10 +47,9 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Every rank's place, in order of ranks. devices: of each node, where they were looked for."""
+    """Every rank's place, in order of ranks."""
 
     ranks: tuple[Rank, ...]
-    devices: tuple[Devices, ...] = ()
 
     @property
     def nodes(self) -> tuple[Group, ...]:
@@ -109,53 +83,23 @@ class Topology:
             return "sockets are no level: the system does not say to which one cores belong"
         return "sockets are no level: one in each node, or one for each rank"
 
+    def levels(self) -> tuple[tuple[tuple[str, int], ...], Placement]:
+        """Name of each level from the inside out, and how many units of the one before it joins at most; and
+        the place of each rank in them."""
+        units = self.sockets or tuple((node,) for node in self.nodes)
+        width, count = _widest(units), max(map(len, units))
+        found = [("socket", width), ("node", count)] if self.sockets else [("node", width)]
+        if len(self.nodes) > 1:
+            found.append(("network", len(self.nodes)))
+        return tuple(found), _placed(units, width, width * count)
+
     @property
-    def over_sockets(self) -> str:
-        """The scheme over sockets, nodes and the network that `hierarchical` can be, as it is named. Empty
-        where sockets are no level, and where ranks of a socket do not follow one another: no name says it."""
-        if not self.sockets:
-            return ""
-        one = next(one for one in nested(*self.cluster()) if one.tier == _SOCKET)
-        name = build(one.text, len(self.ranks), nodes=one.groups).name
-        in_order = [rank for group in one.groups for rank in group] == list(range(len(self.ranks)))
-        return name if in_order else ""
-
-    def drawing(self) -> str:
-        """Ranks and devices on sockets on nodes, and what joins GPUs, as text."""
-        return "\n".join(line for node in range(len(self.nodes)) for line in self._node(node))
-
-    def _node(self, node: int) -> Iterator[str]:
-        ranks = [self.ranks[rank] for rank in self.nodes[node]]
-        devices = self.devices[node] if self.devices else Devices()
-        everything = (*devices.gpus, *devices.cards)
-        yield f"node {node}  {ranks[0].host}"
-        places = {rank.socket for rank in ranks} | {device.socket for device in everything}
-        for place in sorted(places, key=lambda at: (at is None, at)):
-            here = " ".join(f"[{rank.rank}]" for rank in ranks if rank.socket == place)
-            name = "any socket" if place is None else f"socket {place}"
-            yield f"  {name:10}  {here}".rstrip()
-            for device in everything:
-                if device.socket == place:
-                    yield f"    {device.name:8}  {device.model}{_users(device, ranks)}"
-        yield from _matrix(devices)
-
-    def cluster(self) -> tuple[Cluster, Placement]:
-        """As many nodes as there are, as wide as the widest, and the place of each rank; sockets are a tier
-        where they are a level. Prices are those of a shipped cluster: assumed, not measured."""
-        units, several = self._units(), len(self.nodes) > 1
-        base = description.load(SOCKETS if self.sockets else SEVERAL_NODES if several else ONE_NODE)
-        joins = [_widest(units), *([max(map(len, units))] if self.sockets else []), len(units)]
-        slots = prod(joins[:-1])
-        tiers = tuple(
-            structs.replace(tier, joins=count)
-            for tier, count in zip(base.tiers, joins if several else joins[:-1], strict=False)
-        )
-        seen = min(len(rank.cards) for rank in self.ranks)
-        cards = max((count for count in range(1, seen + 1) if slots % count == 0), default=1)
-        shape, each = " x ".join(map(str, reversed(joins))), f", {cards} cards a node" if cards > 1 else ""
-        about = f"{shape} ranks{each} as detected, with the prices of {base.name}"
-        found = structs.replace(base, name="detected", about=about, tiers=tiers, cards=cards)
-        return description.wholly_assumed(found), _placed(units, joins[0], slots)
+    def nics(self) -> int:
+        """Of each node, as many as its places share evenly."""
+        units = self.sockets or tuple((node,) for node in self.nodes)
+        slots = _widest(units) * max(map(len, units))
+        seen = min(rank.nics for rank in self.ranks)
+        return max((count for count in range(1, seen + 1) if slots % count == 0), default=1)
 
     def places_on(self, cluster: Cluster) -> Placement:
         """The place of each rank: by the nodes that they are on if those fit, and within by sockets if the
@@ -180,10 +124,6 @@ class Topology:
             f"how this job has them ({len(self.nodes)} of up to {widest})"
         )
 
-    def _units(self) -> tuple[tuple[Group, ...], ...]:
-        """What is innermost, of each node: its sockets, or all of it."""
-        return self.sockets or tuple((node,) for node in self.nodes)
-
 
 def _grouped(pairs: Iterable[tuple[int | None, int]]) -> dict[int | None, Group]:
     """Key -> ranks, by ascending keys."""
@@ -206,22 +146,6 @@ def _placed(units: Sequence[Sequence[Group]], width: int, slots: int) -> Placeme
         for slot, rank in enumerate(group)
     }
     return tuple(where[rank] for rank in range(len(where)))
-
-
-def _users(device: PciDevice, ranks: Sequence[Rank]) -> str:
-    """Which ranks their driver lets use it."""
-    users = [str(rank.rank) for rank in ranks if device.address in rank.gpus]
-    return f"  (for {' '.join(users)})" if users else ""
-
-
-def _matrix(devices: Devices) -> Iterator[str]:
-    """What joins GPUs to one another and to cards."""
-    names = [device.name for device in (*devices.gpus, *devices.cards)]
-    if len(names) < 2 or not devices.links:
-        return
-    width = max(map(len, names))
-    for name, cells in (("links", names), *zip(names, devices.links, strict=False)):
-        yield "  " + "  ".join(f"{cell:>{width}}" for cell in (f"{name:{width}}", *cells))
 
 
 class Described(NamedTuple):
@@ -260,31 +184,30 @@ def needed(name: str | None) -> Described:
     )
 
 
-def detect(comm: Communicator, devices: bool = False, root: Path = ROOT) -> Topology:
-    """Where the ranks are, and the `devices` of their nodes if they are asked for. root: of the file system
-    that is read. Collective: the same on every rank."""
+def detect(comm: Communicator, root: Path = _ROOT) -> Topology:
+    """Where the ranks are. root: of the file system that is read. Collective: the same on every rank."""
     groups = communicators.node_groups(comm)
     node = next(index for index, ranks in enumerate(groups) if comm.rank in ranks)
-    cores = os.sched_getaffinity(0)
-    here = Rank(
-        comm.rank,
-        socket.gethostname(),
-        node,
-        hardware.sockets(cores, root),
-        hardware.numa_nodes(cores, root),
-        len(cores),
-        hardware.active_cards(root),
-        _usable() if devices else (),
-        {name: os.environ[name] for name in _LAUNCHERS if name in os.environ},
-    )
-    of_node = hardware.devices(root) if devices and comm.rank == groups[node][0] else None
-    everyone = comm.allgather((here, of_node))
-    found = tuple(of_node for _, of_node in everyone if of_node is not None)
-    return Topology(tuple(rank for rank, _ in everyone), found)
+    return Topology(tuple(comm.allgather(Rank(comm.rank, node, sockets_of(root), _nics(root)))))
 
 
-def _usable() -> tuple[str, ...]:
+def sockets_of(root: Path = _ROOT) -> tuple[int, ...]:
+    """Sockets of the cores that this process may run on; empty where the system does not say it of each."""
+    cores = root / "sys/devices/system/cpu"
+    found = {_number(cores / f"cpu{core}/topology/physical_package_id") for core in os.sched_getaffinity(0)}
+    return () if -1 in found else tuple(sorted(found))
+
+
+def _number(path: Path) -> int:
+    """What a file says; -1 where it does not, as some virtual machines do."""
     try:
-        return driver.addresses()
-    except BackendError:
-        return ()
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return -1
+
+
+def _nics(root: Path) -> int:
+    """Network cards with a link: InfiniBand's, RoCE's and Slingshot's."""
+    states = root.glob("sys/class/infiniband/*/ports/*/state")
+    linked = {path.parents[2].name for path in states if "ACTIVE" in path.read_text()}
+    return len(linked) + len(list(root.glob("sys/class/cxi/*")))

@@ -20,7 +20,7 @@ from msgspec import structs
 
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives import build
-from treeattn.collectives.clusters.description import Cluster, Executor
+from treeattn.collectives.clusters.description import Cluster, Executor, Tier
 from treeattn.collectives.clusters.fit import Probe, Residual, fit, probes
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.runtime.communicator import MpiCommunicator
@@ -92,15 +92,11 @@ def calibrate(
 
 def _shape(found: topology.Topology, name: str, executor: str) -> tuple[Cluster, Placement]:
     """As many nodes as there are; prices are still to come."""
-    base, places = found.cluster()
-    names = ("socket", "node", "network")[0 if found.sockets else 1 :][: len(base.tiers)]
-    tiers = tuple(structs.replace(tier, name=of) for tier, of in zip(base.tiers, names, strict=True))
-    widest = max(map(len, found.nodes))
-    about = f"{len(found.nodes)} x {widest} ranks, calibrated with {executor}"
+    levels, places = found.levels()
+    tiers = tuple(Tier(level, joins, 0.0, 0.0, 0.0, 1.0) for level, joins in levels)
+    about = f"{len(found.nodes)} x {max(map(len, found.nodes))} ranks, calibrated with {executor}"
     free = {executor: Executor(0.0, 0.0, 1.0)}
-    shape = structs.replace(base, name=name, about=about, node="node", tiers=tiers, executors=free,
-                            executor=executor, memory=None)  # fmt: skip
-    return shape, places
+    return Cluster(name, about, "node", tiers, free, executor, cards=found.nics), places
 
 
 def _kept(cluster: Cluster) -> Cluster:
