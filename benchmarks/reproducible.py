@@ -21,7 +21,7 @@ import numpy as np
 
 from treeattn import Decoder
 from treeattn.backends.cpu import compile
-from treeattn.decoder.reproducible import REPRODUCIBLE
+from treeattn.backends.cpu.reproducible import REPRODUCIBLE
 from treeattn.mpi import communicators
 from treeattn.study import environment
 

@@ -20,9 +20,10 @@ def schemes() -> list[str]:
 
 def select(scheme: str | Schedule) -> Selection:
     """What ``scheme=`` asks for. Raises `ScheduleError`."""
-    return _read(scheme) if isinstance(scheme, str) else catalog.select(scheme, CATALOG)
+    return named(scheme) if isinstance(scheme, str) else catalog.select(scheme, CATALOG)
 
 
 @functools.lru_cache(maxsize=256)
-def _read(scheme: str) -> Selection:
+def named(scheme: str) -> Selection:
+    """What such a name asks for, read once. Raises `ScheduleError`."""
     return catalog.select(scheme, CATALOG)

@@ -154,7 +154,7 @@ DIFFERENT = [
     ),
     ("plain", lambda last, c: {"scheme": "binary_tree" if last else "chain"}, "scheme differs between ranks"),
     ("plain", lambda last, c: {"scale": 2.0 if last else 1.0}, "scale differs between ranks: 1.0 on rank 0"),
-    ("plain", lambda last, c: {"output": "heads" if last else "replicated"}, "output differs between ranks"),
+    ("plain", lambda last, c: {"output": "root" if last else "replicated"}, "output differs between ranks"),
     ("plain", lambda last, c: {"q_root": None if last else 0}, "q_root differs between ranks: 0 on rank 0"),
     ("plain", lambda last, c: {"begins": [c.rank]}, "begins differs between ranks"),
     ("plain", lambda last, c: {"positions": range(9) if last else None}, "positions being known differs"),

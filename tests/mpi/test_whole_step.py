@@ -281,7 +281,7 @@ def test_ctrl_c_while_arrays_are_bound(comm, planned):
     lengths = np.array([5, 6])
     with planned() as decoder:
         wanted = copies(decoder(q, k, v, lengths))
-        attention = decoder._attention
+        attention = decoder.plan.attend
         rebind = attention._rebind
         attention._rebind = then_interrupted(rebind)
         with pytest.raises(KeyboardInterrupt):

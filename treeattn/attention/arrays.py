@@ -229,9 +229,11 @@ def give(results: Pair, like: object) -> Pair:
     """Results, as NumPy or CuPy arrays, in the container of `like`.
 
     torch tensors share their memory. Those of a library with a namespace of the array API, such as JAX, are
-    copies: such arrays may be immutable. Anything else gets the results as they are.
+    copies: such arrays may be immutable. Anything else gets the results as they are, and so does a rank that
+    is given none.
     """
-    shared = _shared(results, like)
+    first: Array | None = results[0]
+    shared = results if first is None else _shared(results, like)
     return _copies(results, like) if shared is None else shared
 
 

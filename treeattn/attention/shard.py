@@ -144,7 +144,10 @@ def _read(given: Shard | CacheFormat, *numbers: str) -> None:
             check_number(name, getattr(given, name))
     for name in ("k_scale", "v_scale"):
         object.__setattr__(given, name, read_scales(name, getattr(given, name)))
-    positions = parse_layout(given.positions) if isinstance(given.positions, str) else given.positions
-    if positions is not None and not isinstance(positions, Layout):
-        positions = as_runs(positions)
-    object.__setattr__(given, "positions", positions)
+    object.__setattr__(given, "positions", read_positions(given.positions))
+
+
+def read_positions(given: Positions | None) -> Layout | Runs | None:
+    """What ``positions=`` was given, in one of two forms. Raises `ArgumentError`."""
+    positions = parse_layout(given) if isinstance(given, str) else given
+    return positions if positions is None or isinstance(positions, Layout) else as_runs(positions)

@@ -7,17 +7,19 @@ A GPU is looked for, and CuPy imported, only when ``device="cuda"`` is asked for
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import ArrayLike, DTypeLike
 
 from treeattn.attention.mask_tables import MaskTables
-from treeattn.attention.pages import BlockTable
-from treeattn.attention.shape import Shape
+from treeattn.attention.pages import BlockTable, check_lengths
+from treeattn.attention.shape import CACHE_DTYPES, Shape, dtype_name, query_dtype, values_of
+from treeattn.attention.shard import Shard
 from treeattn.collectives.runtime.memory import Memory, Stream
 from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.partial import Array
 
 Attention = Callable[[Any, Any, Any, Any], None]
@@ -27,17 +29,62 @@ Attention = Callable[[Any, Any, Any, Any], None]
 WholeStep = Callable[[Any, Any, Any, Any], bool]
 
 
-def find(name: str) -> Device:
-    """The device that ``device=`` names. Raises `ArgumentError`; `BackendError` where it is not there."""
+def find(name: str, reproducible: str | None = None, ranks: int = 1) -> Device:
+    """The device that ``device=`` names, for results of so many ranks as ``reproducible=`` says. Raises
+    `ArgumentError`, `RestrictionError`; `BackendError` where it is not there."""
+    if name not in ("cpu", "cuda"):
+        raise ArgumentError(f"device {name!r} is unknown: use 'cpu' or 'cuda'")
+    if reproducible is not None:
+        from treeattn.backends.cpu import reproducible as bits
+
+        found = bits.device(reproducible, ranks)
+        if name == "cuda":
+            raise RestrictionError(
+                "reproducible= is for device='cpu': there are no such kernels for a GPU yet"
+            )
+        return found
     if name == "cpu":
         from treeattn.backends.cpu.device import Cpu
 
         return Cpu()
-    if name == "cuda":
-        from treeattn.backends.cuda.device import Cuda
+    from treeattn.backends.cuda.device import Cuda
 
-        return Cuda()
-    raise ArgumentError(f"device {name!r} is unknown: use 'cpu' or 'cuda'")
+    return Cuda()
+
+
+class Admitted(NamedTuple):
+    """The arrays of a call as the device's, that fit each other; tokens: of a sequence, at most."""
+
+    q: Array
+    shard: Shard
+    shape: Shape
+    tokens: int
+
+
+def admit(device: Device, q: object, shard: Shard, scale: float | None) -> Admitted:
+    """What a call is given, looked at once, and the shape that it has. scale: as of `treeattn.decode`.
+
+    Raises `ArgumentError`.
+    """
+    k = device.tensor("k", shard.k, shard.dtype)
+    v = None if shard.v is None else device.tensor("v", shard.v, shard.dtype)
+    v = values_of(k, v, shard.v_dim, scale)
+    query = device.tensor("q", q, None)
+    batch, queries, heads, head_dim = query.shape
+    stored = dtype_name(k, {"uint16": "bfloat16"}.get(str(k.dtype), shard.dtype), CACHE_DTYPES)
+    page_size = None if shard.block_table is None else k.shape[1]
+    cache = stored, shard.k_scale, shard.v_scale, v.shape[3], page_size
+    shape = Shape(batch, queries, heads, k.shape[2], head_dim, query_dtype(query), *cache)
+    shape.check_query(query)
+    shape.check_cache(k, v)
+    tokens = k.shape[1]
+    if shard.block_table is not None:
+        pages = device.block_table(shape, shard.block_table).shape[1]
+        check_lengths(device.host_lengths(shard.lengths), tokens, pages)
+        tokens *= pages
+    lengths = device.lengths(shape, shard.lengths, tokens)
+    held = replace(shard, k=k, v=v, lengths=lengths, v_dim=None, positions=None)
+    return Admitted(query, held, shape, tokens)
 
 
 class Device(Protocol):
@@ -80,10 +127,10 @@ class Device(Protocol):
         """The `view` if it has four axes and a dtype that is served, perhaps viewed as another dtype.
         Raises `ArgumentError`."""
 
-    def admit(self, shape: Shape, q: Array, k: Array, v: Array, lengths: ArrayLike | None) -> Array | None:
+    def check(self, shape: Shape, q: Array, k: Array, v: Array, lengths: ArrayLike | None) -> Array | None:
         """Check the arrays of a step; the lengths as attention takes them. Raises `ArgumentError`."""
 
-    def admit_pages(
+    def check_pages(
         self,
         shape: Shape,
         q: Array,

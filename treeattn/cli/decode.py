@@ -11,6 +11,7 @@ from typing import Any
 
 import click
 
+from treeattn.backends.cpu.reproducible import REPRODUCIBLE
 from treeattn.backends.device import Device
 from treeattn.cli import options
 from treeattn.cli.options import FILE, Output
@@ -21,7 +22,6 @@ from treeattn.cli.verdict import Judge, Row, ended_with, plural, show
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import Decoder
-from treeattn.decoder.reproducible import REPRODUCIBLE
 from treeattn.decoder.request import Reduction
 from treeattn.mpi.agreement import collectively
 from treeattn.partial import Array

@@ -108,7 +108,7 @@ def capture(
         else:
             rest = _on_device(device, lengths)
         query, keys, values = containers.take(q, k, v)
-        device.admit(request.shape, query, keys, values, rest)
+        device.check(request.shape, query, keys, values, rest)
         return query, keys, values, rest
 
     views = collectively(plan.comm, taken)
@@ -120,13 +120,13 @@ def capture(
 def _tables_of_its_own(plan: Plan, tokens: int, *first: Any) -> tuple[Any, Callable[..., None]]:
     """Attention by tables that no other step fills, and what fills them again over as many tokens: with
     lengths and what else it is given then, and with `first`, as it is then, in place of None."""
-    assert plan.see is not None  # the device has a stream
-    tables = plan.sight.tables()
-    attend: Any = plan.see(tables)[0]
+    assert plan.replan_for_mask is not None  # the device has a stream
+    tables = plan.mask.tables()
+    attend: Any = plan.replan_for_mask(tables)[0]
 
     def look(*given: Any) -> None:
         lengths, *seen = (old if new is None else new for old, new in zip(first, given, strict=True))
-        plan.sight.look(tables, tokens, plan.request.device.host_lengths(lengths), *seen)
+        plan.mask.update(tables, tokens, plan.request.device.host_lengths(lengths), *seen)
         attend.refresh()
 
     look(*first)

@@ -8,10 +8,8 @@ chosen schedule, and every rank divides. Exact whatever the schedule, the shardi
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Callable
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -19,18 +17,16 @@ from numpy.typing import ArrayLike
 from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray
 from treeattn.attention.mask import Rules
-from treeattn.attention.pages import check_lengths
-from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, dtype_name, query_dtype, values_of
-from treeattn.attention.shard import Shard
+from treeattn.attention.shape import DTYPES, query_dtype
+from treeattn.attention.shard import Shard, read_positions
 from treeattn.backends import device as devices
-from treeattn.backends.device import Device
+from treeattn.backends.device import Admitted, Device
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder import reproducible as reproducible_devices
-from treeattn.decoder.plan import plan, selected
-from treeattn.decoder.planned import PlannedDecode, Seen
+from treeattn.decoder.mask_plan import DeclaredPositions, MaskPlan
+from treeattn.decoder.plan import LocalPlan, selected
+from treeattn.decoder.planned import MaskArguments, PlannedDecode
 from treeattn.decoder.request import Reduction, Request
-from treeattn.decoder.sight import Sight, Stated
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement, collectively
@@ -117,81 +113,41 @@ def decode(
     schedule, divided on every rank.
     """
     comm = communicators.intracomm(comm)
-    name, like = ("q", q) if q_root is None else ("k", k.k if isinstance(k, Shard) else k)
+    name, kind = ("q", q) if q_root is None else ("k", k.k if isinstance(k, Shard) else k)
 
     def place() -> Device:
-        named = arrays.device_of(name, like) if device is None else device
-        if reproducible is None:
-            return devices.find(named)
-        return reproducible_devices.find(named, reproducible, comm.size)
+        return devices.find(device or arrays.device_of(name, kind), reproducible, comm.size)
 
-    broadcast = None if q_root is None else _broadcast_query(comm, place, q, q_root)
-    step: tuple[Array, Shard]
-
-    def ask() -> Request:
-        nonlocal step
-        where, shard = place(), Shard.of(k, v, lengths)
-        keys = where.tensor("k", shard.k, shard.dtype)
-        given = None if shard.v is None else where.tensor("v", shard.v, shard.dtype)
-        values = values_of(keys, given, shard.v_dim, scale)
-        query = where.tensor("q", q, None) if broadcast is None else where.from_host(broadcast)
-        shape = _shape(query, keys, values, shard)
-        tokens = keys.shape[1]
-        if shard.block_table is not None:
-            pages = where.block_table(shape, shard.block_table).shape[1]
-            check_lengths(where.host_lengths(shard.lengths), tokens, pages)
-            tokens *= pages
-        valid = where.lengths(shape, shard.lengths, tokens)
-        step = query, replace(shard, k=keys, v=values, lengths=valid, v_dim=None, positions=None)
-        how = Reduction.of(scheme)
-        asked = Rules.of(rules, shape.heads)
-        chosen = selected(how, comm, where.name)
-        request = Request(shape, how, chosen, scale, where, q_root, asked, reproducible=reproducible)
-        seen = q_positions, mask, shard.draft_positions, begins
-        if (
-            not request.asks_positions
-            and not request.rules.names
-            and all(one is None for one in (shard.positions, *seen))
-        ):
-            return request
-        tables = Sight(request.rules, shape).tables()
-        tables.validate(tokens, where.host_lengths(shard.lengths), *seen)
-        stands = None if q_positions is None else _named(tables.q_positions)
-        first = None if begins is None else _named(np.asarray(begins).astype(np.int64))
-        stated = Stated(shard.positions, tuple(tables.draft_begins.tolist()), stands, first)
-        return replace(request, stated=stated, masked=mask is not None)
-
-    with PlannedDecode(plan(comm, ask)) as decoder:
-        query, shard = step
-        seen: Seen = {"q_positions": q_positions, "begins": begins, "mask": mask}
+    of_root = None if q_root is None else _broadcast_query(comm, place, q, q_root)
+    seen: MaskArguments = {"q_positions": q_positions, "begins": begins, "mask": mask}
+    with Agreement(comm) as agreed:
+        where, shard, how = place(), Shard.of(k, v, lengths), Reduction.of(scheme)
+        held = devices.admit(where, q if of_root is None else where.from_host(of_root), shard, scale)
+        rules = Rules.of(rules, held.shape.heads)
+        declared, digests = _declared(where, held, shard, rules, reproducible, seen)
+        asked = held.shape, how, selected(how, comm, where.name), scale, where, q_root
+        local = LocalPlan(comm, Request(*asked, rules, declared, reproducible, digests))
+        agreed.must_match, agreed.share = local.request.settings, local.share
+    with PlannedDecode(local.complete(agreed.gathered)) as decoder:
         if shard.block_table is None:
-            return _give(decoder(query, shard, **seen), like)
+            return arrays.give(decoder(held.q, held.shard, **seen), kind)
         # What queries see of the table is known only now: who has it wrong tells the others.
-        collectively(comm, lambda: decoder.local(query, shard, **seen))
+        collectively(comm, lambda: decoder.local(held.q, held.shard, **seen))
         decoder.reduce()
-        return _give(decoder.finish(), like)
+        return arrays.give(decoder.finish(), kind)
 
 
-def _give(results: tuple[Array, Array], like: object) -> tuple[Array, Array]:
-    """In the container of `like`, where this rank is given any."""
-    return results if results[0] is None else arrays.give(results, like)
-
-
-def _shape(q: Array, k: Array, v: Array, shard: Shard) -> Shape:
-    """The shape of a call whose arrays fit each other."""
-    stored = dtype_name(k, {"uint16": "bfloat16"}.get(str(k.dtype), shard.dtype), CACHE_DTYPES)
-    page_size = None if shard.block_table is None else k.shape[1]
-    cache = stored, shard.k_scale, shard.v_scale, v.shape[3], page_size
-    batch, queries, heads, head_dim = q.shape
-    shape = Shape(batch, queries, heads, k.shape[2], head_dim, query_dtype(q), *cache)
-    shape.check_query(q)
-    shape.check_cache(k, v)
-    return shape
-
-
-def _named(positions: Array) -> str:
-    """A few of them, and a digest of all."""
-    return f"{positions.tolist()!r:.60} ({hashlib.sha256(positions.tobytes()).hexdigest()[:8]})"
+def _declared(
+    device: Device, held: Admitted, shard: Shard, rules: Rules, reproducible: str | None, seen: MaskArguments
+) -> tuple[DeclaredPositions, dict[str, str]]:
+    """Where the tokens stand that are `held`, if anything asks for that; and digests of what is `seen`."""
+    brought = {**seen, "draft_positions": shard.draft_positions}
+    asked = reproducible == "blocks" or rules.names or shard.positions is not None
+    if not asked and all(one is None for one in brought.values()):
+        return DeclaredPositions(), {}
+    lengths = device.host_lengths(shard.lengths)
+    digests, valid = MaskPlan(rules, held.shape).digests(held.tokens, lengths, brought)
+    return DeclaredPositions(read_positions(shard.positions), valid), digests
 
 
 def _broadcast_query(

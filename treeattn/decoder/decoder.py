@@ -6,14 +6,14 @@ from typing import Any
 
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape, check_latent
-from treeattn.attention.shard import CacheFormat
+from treeattn.attention.shard import CacheFormat, read_positions
+from treeattn.backends.device import find
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
+from treeattn.decoder.mask_plan import DeclaredPositions
 from treeattn.decoder.plan import plan, selected
 from treeattn.decoder.planned import PlannedDecode
-from treeattn.decoder.reproducible import find
 from treeattn.decoder.request import Reduction, Request
-from treeattn.decoder.sight import Stated
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.mpi import communicators
 
@@ -99,7 +99,7 @@ class Decoder(PlannedDecode):
                 find(device, reproducible, own.size),
                 rules=Rules.of(rules, heads),
                 reproducible=reproducible,
-                stated=Stated(held.positions),
+                declared=DeclaredPositions(read_positions(held.positions)),
             )
 
         own = communicators.intracomm(comm)
@@ -110,19 +110,18 @@ class Decoder(PlannedDecode):
         try:
             planned = plan(own, lambda: ask(queries))
         except TreeattnError:
-            self._give_back()
+            self._free_communicator()
             raise
         if own.owner is not communicators.intracomm(comm).owner:
             own.owner.let_go()  # another thread may use the decoder
         self._ask, self._fewer = ask, dict[int, PlannedDecode]()
         super().__init__(planned, latent=held.v_dim is not None and held.v_dim <= head_dim)
 
-    def _for(self, q: Any) -> PlannedDecode | None:
+    def _decoder_for_queries(self, q: Any) -> PlannedDecode | None:
         shape: tuple[int, ...] = getattr(q, "shape", ())
         if len(shape) != 4 or not 0 < shape[1] < self.shape.queries:
             return None
-        self._check_ended()
-        self._stage, queries = None, int(shape[1])
+        queries = int(shape[1])
         if queries not in self._fewer:
             planned = plan(self.plan.comm, lambda: self._ask(queries))
             self._fewer[queries] = PlannedDecode(planned, latent=self._latent)
@@ -135,14 +134,14 @@ class Decoder(PlannedDecode):
         while self._fewer:
             self._fewer.popitem()[1].close()
         super().close()
-        self._give_back()
+        self._free_communicator()
 
     def _leave(self, *exception: Any) -> None:
         for fewer in self._fewer.values():
             fewer._leave(*exception)
         super()._leave(*exception)
 
-    def _give_back(self) -> None:
+    def _free_communicator(self) -> None:
         """The communicator of a decoder that may plan for fewer queries. Collective."""
         if self._kept is not None:
             self._kept.free()

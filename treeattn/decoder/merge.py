@@ -97,8 +97,7 @@ def merge(
         return Settings(parts, *_folding(scheme, comm, where.name), base, bool(strict), where)
 
     with _PlannedMerge(comm, ask) as merger:
-        results = merger(*step)
-        return results if results[0] is None else arrays.give(results, out)
+        return arrays.give(merger(*step), out)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -18,7 +18,6 @@ from treeattn import bins
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.backends.device import Attention, Device, WholeStep
-from treeattn.collectives import catalog
 from treeattn.collectives.catalog import Selection
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator
@@ -26,14 +25,12 @@ from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Result, Schedule
 from treeattn.decoder import pipeline, reducers
-from treeattn.decoder.reproducible import check_blocks
-from treeattn.decoder.request import Reduction, Request, check
-from treeattn.decoder.sight import Sight, agree
-from treeattn.errors import RestrictionError
+from treeattn.decoder.mask_plan import DeclaredPositions, MaskPlan, check_blocks
+from treeattn.decoder.request import Reduction, Request, of_reduction, refuse
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement, collectively
 from treeattn.partial import Array
-from treeattn.selection import CATALOG, select
+from treeattn.selection import named, select
 
 
 def selected(how: Reduction, comm: Communicator, device: str) -> Selection:
@@ -45,8 +42,8 @@ def selected(how: Reduction, comm: Communicator, device: str) -> Selection:
     if how.scheme is not None:
         return select(how.scheme)
     if len(comm.nodes) > 1:
-        return select("hierarchical")
-    return select("all_gather_merge" if device == "cuda" else "recursive_doubling")
+        return named("hierarchical")
+    return named("all_gather_merge" if device == "cuda" else "recursive_doubling")
 
 
 def folding(
@@ -64,17 +61,7 @@ def folding(
     """
     how = Reduction.of(scheme)
     selection = selected(how, comm, device)
-    plain = Reduction()
-    for name in ("output", "groups"):
-        to_rank_0 = to_root and name == "output" and how.output == "root"
-        if getattr(how, name) != getattr(plain, name) and not to_rank_0:
-            raise RestrictionError(f"{name}={getattr(how, name)!r} is for treeattn.Decoder, and {because}")
-    if selection.row.scattered or selection.row.fused:
-        does = "attends while it communicates" if selection.row.fused else "leaves each rank a slice of heads"
-        raise RestrictionError(
-            f"{selection.text} {does}, and {because}: take another scheme, such as hierarchical"
-        )
-    _check_output(selection.row, how.output)
+    refuse(of_reduction(how, selection) | {"folds": because, "folds everywhere": not to_root})
     return how, selection
 
 
@@ -108,13 +95,15 @@ class Buffers:
         self.lse = empty((batch, own, queries), dtype)
 
     def to_wire(self) -> None:
-        """Before the reduction, if the result is `sliced`."""
+        """Before the reduction."""
         if self._reordered:
             self._memory.copy(self.wire, self.records.transpose(1, 0, 2, 3))
 
     def from_wire(self) -> None:
-        head_major = self.wire if self._reordered else self.wire.transpose(1, 0, 2, 3)
-        self._memory.copy(self.own, head_major[self.heads].transpose(1, 0, 2, 3))
+        """After it."""
+        if self.sliced:
+            head_major = self.wire if self._reordered else self.wire.transpose(1, 0, 2, 3)
+            self._memory.copy(self.own, head_major[self.heads].transpose(1, 0, 2, 3))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +111,10 @@ class Plan:
     """What a step is made of, decided once; ``print`` says every stage, buffer and message, and why.
 
     attend: called with q, k, v and lengths (and a block table), writes the records of this rank; reads
-    `tables` where there are some. reducer: folds the records of all ranks. reduce: a whole step of it, with
-    what reorders the records before and after; start, wait: its halves. finish: divides. complete: reduce and
-    finish, one launch where there is one. whole: all stages in one call; None where there is none. see: plans
-    `attend` and `whole` anew for other tables; None where the reducer attends.
+    `tables` where there are some. reducer: folds those of all ranks, between `buffers.to_wire` and
+    `from_wire`. finish: divides. reduce_and_finish: both in one launch; None where there is none. fused_step:
+    all stages in one call; None likewise. replan_for_mask: plans `attend` and `fused_step` anew for other
+    tables; None where the reducer attends.
     """
 
     comm: Communicator
@@ -133,30 +122,19 @@ class Plan:
     buffers: Buffers
     schedule: Schedule | None
     transport: str
+    mask: MaskPlan
+    tables: MaskTables | None
     attend: Attention
     reducer: Reducer
-    reduce: Callable[[], object]
-    start: Callable[[], object]
-    wait: Callable[[], object]
     finish: Callable[[], object]
-    complete: Callable[[], object]
-    whole: WholeStep | None
-    sight: Sight
-    tables: MaskTables | None
-    see: Callable[[MaskTables], tuple[Attention, WholeStep | None]] | None
+    reduce_and_finish: Callable[[], object] | None
+    fused_step: WholeStep | None
+    replan_for_mask: Callable[[MaskTables], tuple[Attention, WholeStep | None]] | None
 
     def __str__(self) -> str:
         from treeattn.decoder.plan_text import described  # nobody asks in a step
 
         return described(self)
-
-
-class _Routed(NamedTuple):
-    """How the records are reduced: the schedule, over which transport, and by what."""
-
-    schedule: Schedule | None
-    transport: str
-    reducer: Any
 
 
 #: Plans what reduces the records of a spec. Collective.
@@ -170,78 +148,79 @@ def plan(comm: Communicator, ask: Callable[[], Request], route: Route | None = N
     ask for different things, and what planning raises.
     """
     with Agreement(comm) as agreed:
-        request = ask()
-        device, shape = request.device, request.shape
-        check(request)
-        agreed.must_match = request.settings
+        local = LocalPlan(comm, ask())
+        agreed.must_match, agreed.share = local.request.settings, local.share
+    return local.complete(agreed.gathered, route)
+
+
+class LocalPlan:
+    """The part of a plan that a rank makes by itself: what it has no memory or kernel for is known before any
+    other rank waits. `complete` is the rest, of all ranks."""
+
+    def __init__(self, comm: Communicator, request: Request) -> None:
+        """Raises what one rank alone can tell to be wrong."""
+        request.check()
         watchdog.limit()
+        self.comm, self.request = comm, request
+        device, shape = request.device, request.shape
         device.check_shape(shape)
-        agreed.share = device.slow_because(), request.stated.told() if request.asks_positions else None
-        operator = device.merge_operator(shape.v_dim, shape.record_dtype)
-        buffers = Buffers(request, comm, operator)
-        attention, sight = None, Sight(request.rules, shape)
-        tables = sight.tables() if request.rules.by_tables else None
-        if not request.attends_by_reducer:
-            attention = device.attention(shape, buffers.records, request.logit_scale, tables)
-        finish = device.finish(buffers.own, buffers.out, buffers.lse)
-    if comm.rank == 0:
-        _warn_without_compiler([slow for slow, _ in agreed.gathered])
-    if request.asks_positions:
-        sight.runs, ends = agree(request.stated.layout, [told for _, told in agreed.gathered], comm.rank)
-        sight.stand(ends)
-    if request.reproducible == "blocks":
-        collectively(comm, lambda: check_blocks(sight.runs, comm.size))
-    reduction = ReductionSpec(comm, operator, buffers.wire, buffers.group, device.memory)
-    routed = _routed(request, buffers, reduction) if route is None else _Routed(*_given(route, reduction))
-    reducer: Any = routed.reducer
-    add_sinks = sinks(request.rules, device, buffers.records, operator) if comm.rank == 0 else None
+        self._operator = device.merge_operator(shape.v_dim, shape.record_dtype)
+        self._buffers = Buffers(request, comm, self._operator)
+        self._mask = MaskPlan(request.rules, shape)
+        self._tables = self._mask.tables() if request.rules.by_tables else None
+        self._attention = None if request.attends_by_reducer else self._attention_by(self._tables)
+        self._finish = device.finish(self._buffers.own, self._buffers.out, self._buffers.lse)
 
-    def stages(attention: Attention) -> tuple[Attention, WholeStep | None]:
-        """With sinks, which come before the reduction; and all of a step in one call, where that can be."""
-        if add_sinks is not None:
-            return _SinksAdded(attention, add_sinks), None
-        if buffers.sliced:
-            return attention, None
-        whole = device.whole_step(attention, reducer, buffers.records, buffers.out, buffers.lse)
-        return attention, whole
+    def _attention_by(self, tables: MaskTables | None) -> Attention:
+        request = self.request
+        return request.device.attention(request.shape, self._buffers.records, request.logit_scale, tables)
 
-    def see(new: MaskTables) -> tuple[Attention, WholeStep | None]:
-        return stages(device.attention(shape, buffers.records, request.logit_scale, new))
+    @property
+    def share(self) -> tuple[str | None, DeclaredPositions]:
+        """What the others are told: why this rank is slow, if it is, and where its tokens stand."""
+        return self.request.device.slow_because(), self.request.declared
 
-    attend, whole = stages(reducer.take if attention is None else attention)
-    before, after = (buffers.to_wire, buffers.from_wire) if buffers.sliced else (None, None)
-    reduce = _in_turn(before, reducer, after)
-    return Plan(
-        comm=comm,
-        request=request,
-        buffers=buffers,
-        schedule=routed.schedule,
-        transport=routed.transport,
-        attend=attend,
-        reducer=reducer,
-        reduce=reduce,
-        start=_in_turn(before, reducer.start),
-        wait=_in_turn(reducer.wait, after),
-        finish=finish,
-        complete=(None if buffers.sliced else reducer.fuse_epilogue(finish)) or _in_turn(reduce, finish),
-        whole=whole,
-        sight=sight,
-        tables=tables,
-        see=None if attention is None else see,
-    )
+    def complete(self, gathered: list[Any], route: Route | None = None) -> Plan:
+        """Collective. gathered: what the ranks `share`. route: as of `plan`."""
+        comm, request, buffers, mask = self.comm, self.request, self._buffers, self._mask
+        if comm.rank == 0:
+            _warn_without_compiler([slow for slow, _ in gathered])
+        if request.asks_positions:
+            mask.agree([declared for _, declared in gathered], comm.rank)
+        if request.reproducible == "blocks":
+            collectively(comm, lambda: check_blocks(mask.runs, comm.size))
+        memory = request.device.memory
+        spec = ReductionSpec(comm, self._operator, buffers.wire, buffers.group, memory)
+        rounds, transport, reducer = _routed(request, buffers, spec, route)
+        add_sinks = None
+        if comm.rank == 0:
+            add_sinks = sinks(request.rules, request.device, buffers.records, self._operator)
 
+        def stages(attention: Attention) -> tuple[Attention, WholeStep | None]:
+            """With sinks, which come before the reduction; and a step in one call, where that can be."""
+            if add_sinks is not None:
+                return _SinksAdded(attention, add_sinks), None
+            if buffers.sliced:
+                return attention, None
+            results = buffers.records, buffers.out, buffers.lse
+            return attention, request.device.whole_step(attention, reducer, *results)
 
-def _in_turn(*parts: Callable[[], object] | None) -> Callable[[], object]:
-    first, *others = (part for part in parts if part is not None)
-    if not others:
-        return first
-
-    def run() -> None:
-        first()
-        for part in others:
-            part()
-
-    return run
+        attend, fused_step = stages(self._attention or reducer.take)
+        return Plan(
+            comm=comm,
+            request=request,
+            buffers=buffers,
+            schedule=rounds,
+            transport=transport,
+            mask=mask,
+            tables=self._tables,
+            attend=attend,
+            reducer=reducer,
+            finish=self._finish,
+            reduce_and_finish=None if buffers.sliced else reducer.fuse_epilogue(self._finish),
+            fused_step=fused_step,
+            replan_for_mask=self._attention and (lambda tables: stages(self._attention_by(tables))),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,27 +238,30 @@ class _SinksAdded:
         self.attention.refresh()
 
 
-def _given(route: Route, reduction: ReductionSpec) -> tuple[Schedule | None, str, Reducer]:
-    schedule, reducer = route(reduction)
-    return schedule, "mpi", reducer
-
-
-def _routed(request: Request, buffers: Buffers, reduction: ReductionSpec) -> _Routed:
-    """What reduces the records: a library or a baseline, an executor of a schedule, or groups of these."""
-    row, how, comm = request.scheme.row, request.how, reduction.comm
-    _check_output(row, how.output)
+def _routed(
+    request: Request, buffers: Buffers, spec: ReductionSpec, route: Route | None
+) -> tuple[Schedule | None, str, Any]:
+    """The schedule, over which transport, and what reduces the records: a library or a baseline, an executor
+    of a schedule, or groups of these."""
+    if route is not None:
+        rounds, reducer = route(spec)
+        return rounds, "mpi", reducer
+    row, how, comm = request.scheme.row, request.how, spec.comm
     chosen = reducers.choose(request.device.name, how.transport, row, comm.size, comm.library)
     rounds = schedule(request.scheme, comm, how.output)
-    reducer: Reducer
+
+    def reduce(records: Array) -> Reducer:
+        return reducers.plan(chosen, request.scheme, rounds, spec._replace(buffer=records), how.executor)
+
     if row.fused:
         reducers.refuse(how.executor, f"{row.name} attends while it communicates")
         step = request.shape, request.logit_scale, buffers.records
-        reducer = row.plan(reduction, *step, **request.scheme.parameters)
-    elif how.groups == 1:
-        reducer = reducers.plan(chosen, request.scheme, rounds, reduction, how.executor)
-    else:
-        reducer = _pipelined(request, buffers, chosen, rounds, reduction)
-    return _Routed(rounds, chosen, reducer)
+        return rounds, chosen, row.plan(spec, *step, **request.scheme.parameters)
+    if how.groups == 1:
+        return rounds, chosen, reduce(buffers.wire)
+    given = request.shape, request.logit_scale, buffers.records, request.device
+    groups = pipeline.split(how.groups, *given, reduce)
+    return rounds, chosen, pipeline.Pipeline(groups, request.device.memory)
 
 
 def plan_reducer(
@@ -326,41 +308,6 @@ def _own_heads(heads: int, output: str, comm: Communicator) -> slice:
     if output != "heads":
         return slice(0, heads)
     return slice(comm.rank * heads // comm.size, (comm.rank + 1) * heads // comm.size)
-
-
-def _check_output(row: catalog.Scheme, output: str) -> None:
-    """Raise `RestrictionError` unless the scheme leaves its result where `output` wants it."""
-    if row.result == "scattered" and output != "heads":
-        raise RestrictionError(
-            f"{row.name} leaves each rank its slice of heads: from Python, with output='heads'"
-        )
-    if row.result == "root" and output != "root":
-        raise RestrictionError(f"{row.name} leaves its result on rank 0: from Python, with output='root'")
-    if row.module and output == "root":
-        raise RestrictionError(
-            f"{row.name} is no schedule, of which output='root' takes the part that leads to rank 0: take "
-            "scheme='hierarchical', say"
-        )
-    if row.result != "scattered" and output == "heads":
-        offer = " or ".join(f"scheme='{other.name}'" for other in CATALOG.values() if other.scattered)
-        raise RestrictionError(f"{row.name} leaves every rank all heads; {offer} serves output='heads'")
-
-
-def _pipelined(
-    request: Request,
-    buffers: Buffers,
-    transport: str,
-    rounds: Schedule | None,
-    reduction: ReductionSpec,
-) -> pipeline.Pipeline:
-    """Attention and reduction by groups of heads. Collective."""
-
-    def reduce(records: Array) -> Reducer:
-        part = reduction._replace(buffer=records)
-        return reducers.plan(transport, request.scheme, rounds, part, request.how.executor)
-
-    given = request.shape, request.logit_scale, buffers.records, request.device
-    return pipeline.Pipeline(pipeline.split(request.how.groups, *given, reduce), request.device.memory)
 
 
 def sinks(rules: Rules, device: Device, records: Array, operator: Operator) -> Callable[[], object] | None:

@@ -92,4 +92,4 @@ def _reasons(plan: Plan) -> Iterator[tuple[str, str]]:
         fastest = reducer.fallback or "the fastest that all ranks can have"
         yield "executor", "as asked for" if how.executor else fastest
     stages = "one for each stage: they are not all compiled, or something comes between them"
-    yield "calls", stages if plan.whole is None else "one: attention and reduction are both compiled"
+    yield "calls", stages if plan.fused_step is None else "one: attention and reduction are both compiled"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast
 
 from numpy.typing import ArrayLike
 
@@ -19,7 +20,8 @@ from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import captured_step
 from treeattn.decoder.captured_step import CapturedStep
 from treeattn.decoder.plan import Plan
-from treeattn.errors import ArgumentError, RestrictionError, StateError
+from treeattn.decoder.request import refuse
+from treeattn.errors import ArgumentError, StateError
 from treeattn.partial import Array
 
 if TYPE_CHECKING:
@@ -36,7 +38,7 @@ _Step: TypeAlias = tuple[
 ]
 
 
-class Seen(TypedDict, total=False):
+class MaskArguments(TypedDict, total=False):
     """What decides what the queries of a step see, as a call takes it."""
 
     q_positions: ArrayLike | None
@@ -47,33 +49,40 @@ class Seen(TypedDict, total=False):
 class PlannedDecode:
     """The steps of a `Plan`. It owns the plan's reducer. `Decoder` is this with arguments of its own."""
 
+    shape = property(attrgetter("plan.request.shape"))
+    scale = property(attrgetter("plan.request.logit_scale"))
+    scheme = property(attrgetter("plan.request.scheme.text"))
+    schedule = property(attrgetter("plan.schedule"))
+    transport = property(attrgetter("plan.transport"))
+    certificate = property(attrgetter("plan.reducer.certificate"))
+    executor = property(attrgetter("plan.reducer.executor"))
+    fallback = property(attrgetter("plan.reducer.fallback"))
+    records = property(attrgetter("plan.buffers.records"))
+    _device = property(attrgetter("plan.request.device"))
+    _reducer = property(attrgetter("plan.reducer"))
+
     def __init__(self, plan: Plan, *, latent: bool = False) -> None:
         """latent: whether a step may leave v out, as the first channels of k."""
         self.plan, self._latent, self.owner = plan, latent, Owner("this decoder")
-        request, buffers, reducer = plan.request, plan.buffers, plan.reducer
-        self.shape, self.scale, self.scheme = request.shape, request.logit_scale, request.scheme.text
-        self.schedule, self.transport = plan.schedule, plan.transport
-        self.certificate = reducer.certificate
-        self.executor, self.fallback = reducer.executor, reducer.fallback
-        self.records = buffers.records
-        self.heads = buffers.heads if buffers.given else slice(0, 0)
-        results = buffers.out, buffers.lse
-        self._results = results if buffers.given else cast(arrays.Pair, (None, None))
-        self.out, self.lse = self._results
-        self._containers = arrays.Containers(request.device.view, results)
-        self._native, self._foreign = type(buffers.out), False
-        self._device, self._attention, self._reducer = request.device, plan.attend, reducer
-        stream = request.device.stream
+        stream, results = self._device.stream, (plan.buffers.out, plan.buffers.lse)
+        self.out, self.lse = self._results = (
+            results if plan.buffers.given else cast(arrays.Pair, (None, None))
+        )
+        self._containers = arrays.Containers(self._device.view, results)
         self._in_order: Callable[[], object] = tuple if stream is None else StreamOrder(stream)
-        self._reduce, self._finish, self._complete = plan.reduce, plan.finish, plan.complete
-        self._tables, self._by_tables = plan.tables, (plan.attend, plan.whole)
+        self._tables, self._by_tables = plan.tables, (plan.attend, plan.fused_step)
         # A step of arrays and nothing beside them, which is tried first.
-        self._plain = plan.tables is None
-        self._whole = plan.whole if self._plain else None
-        self._captured: list[CapturedStep] = []
-        # Of a step in parts: "local", "begun", "folded", or the steps of fewer queries that it is one of.
-        self._stage: str | PlannedDecode | None = None
+        self._whole = plan.fused_step if plan.tables is None else None
+        # Of a step in parts: how far it is, and whose it is where it has fewer queries than planned.
+        self._stage: Literal["local", "begun", "folded"] | None = None
+        self._part: PlannedDecode | None = None
         self._latent_of: tuple[Array, Array] | None = None
+        self._captured: list[CapturedStep] = []
+
+    @property
+    def heads(self) -> slice:
+        """The query heads that out and lse cover."""
+        return self.plan.buffers.heads if self.plan.buffers.given else slice(0, 0)
 
     def __call__(
         self,
@@ -112,27 +121,31 @@ class PlannedDecode:
         """
         if get_ident() != self.owner.thread:
             self.owner.take()
-        if self._stage is not None:
-            self._check_ended()
+        if self._stage is not None or self._part is not None:
+            self._begin_anew()
         if self._whole is not None and mask is None and begins is None and self._whole(q, k, v, lengths):
-            self._stage = None
             return self._results
-        if fewer := self._for(q):
+        if fewer := self._decoder_for_queries(q):
             return fewer(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
-        step = self._taken(q, k, v, lengths, q_positions, begins, mask)
+        step = self._prepare(q, k, v, lengths, q_positions, begins, mask)
         _, whole, taken, table, tables = step
         untried = tables is not None or taken[2] is not v
         if untried and whole is not None and table is None and whole(*taken):
-            self._stage = None
             return self._given()
         return self._in_parts(step)
 
-    def _for(self, q: AnyArray) -> PlannedDecode | None:
+    def _begin_anew(self) -> None:
+        """Before a step: the last one must have ended."""
+        if (self._part or self)._stage == "begun":
+            raise StateError(f"{self.scheme}: begin() began a step, which finish() must end before another")
+        self._stage = self._part = None
+
+    def _decoder_for_queries(self, q: AnyArray) -> PlannedDecode | None:
         """The steps of fewer queries than planned, planned when their number first comes; None for all
         others. Collective then."""
         return None
 
-    def _taken(
+    def _prepare(
         self,
         q: AnyArray,
         k: AnyArray | Shard,
@@ -145,16 +158,15 @@ class PlannedDecode:
         """What a step was given, with the tables of what queries see filled. Raises `ArgumentError`."""
         positions = draft_positions = table = None
         if v is None or isinstance(k, Shard):
-            k, v, lengths, positions, table, draft_positions = self._opened(k, v, lengths)
-        self._foreign = not type(q) is type(k) is type(v) is self._native
-        if self._foreign:
-            q, k, v = self._containers.take(q, k, v)
-        if self._plain and mask is None and draft_positions is None and begins is None:
-            return self._attention, self._whole, (q, k, v, lengths), table, None
-        attend, whole = self._look(k, lengths, table, q_positions, positions, mask, draft_positions, begins)
+            k, v, lengths, positions, table, draft_positions = self._unpack(k, v, lengths)
+        q, k, v = self._containers.take(q, k, v)
+        if self.plan.tables is None and mask is None and draft_positions is None and begins is None:
+            return self.plan.attend, self._whole, (q, k, v, lengths), table, None
+        given = q_positions, positions, mask, draft_positions, begins
+        attend, whole = self._update_mask(k, lengths, table, *given)
         return attend, whole, (q, k, v, None), table, self._tables
 
-    def _opened(
+    def _unpack(
         self, k: AnyArray | Shard, v: AnyArray | None, lengths: ArrayLike | None
     ) -> tuple[AnyArray, AnyArray, ArrayLike | None, Positions | None, BlockTable | None, ArrayLike | None]:
         """(k, v, lengths, positions, block_table, draft_positions) of a step."""
@@ -173,25 +185,32 @@ class PlannedDecode:
             raise ArgumentError(
                 "v is missing: pass it, or plan with cache=CacheFormat(v_dim=), how many channels of k it is"
             )
-        if self._latent_of is None or self._latent_of[0] is not k or type(k) is not self._native:
+        if self._latent_of is None or self._latent_of[0] is not k or type(k) is not type(self.records):
             self._latent_of = k, k[..., : self.shape.v_dim]
         return self._latent_of[1]
 
-    def _look(
-        self, k: AnyArray, lengths: ArrayLike | None, block_table: BlockTable | None, *seen: Any
+    def _update_mask(
+        self,
+        k: AnyArray,
+        lengths: ArrayLike | None,
+        block_table: BlockTable | None,
+        q_positions: ArrayLike | None,
+        positions: Positions | None,
+        mask: Array | None,
+        draft_positions: ArrayLike | None,
+        begins: ArrayLike | None,
     ) -> tuple[Callable[..., None], Callable[..., bool] | None]:
-        """Fill the tables of a step; attention and whole step that read them."""
-        tokens = self._tokens(k, lengths, block_table)
-        plan = self.plan
+        """Fill the tables of a step; attention and fused step that read them."""
+        tokens, plan = self._tokens(k, lengths, block_table), self.plan
         if self._tables is None:  # a mask or begins, for the first time
-            if plan.see is None:
-                how = "by groups of heads" if self.groups > 1 else f"of {self.scheme}"
-                raise RestrictionError(
-                    f"a step {how} lets every query see every token: it takes no mask and no begins"
-                )
-            tables = plan.sight.tables()
-            self._tables, self._by_tables = tables, plan.see(tables)
-        plan.sight.look(self._tables, tokens, self._device.host_lengths(lengths), *seen)
+            drafts = mask is not None or draft_positions is not None
+            brought = {"mask": drafts and "mask", "begins": begins is not None and "begins"}
+            refuse(plan.request.properties | brought)
+            assert plan.replan_for_mask is not None, "a reducer that attends sees everything"
+            tables = plan.mask.tables()
+            self._tables, self._by_tables = tables, plan.replan_for_mask(tables)
+        host = self._device.host_lengths(lengths)
+        plan.mask.update(self._tables, tokens, host, q_positions, positions, mask, draft_positions, begins)
         return self._by_tables
 
     def _tokens(self, k: AnyArray, lengths: ArrayLike | None, block_table: BlockTable | None) -> int:
@@ -205,7 +224,7 @@ class PlannedDecode:
 
     def _page_size(self, block_table: BlockTable | None) -> int | None:
         """As planned, which a step cannot change."""
-        planned = self.shape.page_size
+        planned: int | None = self.shape.page_size
         if (block_table is None) != (planned is None):
             plan = "plan with cache=CacheFormat(page_size=) for a block_table"
             remedy = "pass Shard(block_table=)" if block_table is None else plan
@@ -214,24 +233,25 @@ class PlannedDecode:
 
     def _in_parts(self, step: _Step) -> tuple[Array, Array]:
         self._attend(step)
-        self._stage = None
-        self._complete()
+        if self.plan.reduce_and_finish is not None:
+            self.plan.reduce_and_finish()
+        else:
+            self._reduce()
+            self.plan.finish()
         return self._given()
 
     def _attend(self, step: _Step) -> None:
-        self._check_ended()
-        self._stage = None
         self._in_order()
         attend, _, (q, k, v, lengths), table, tables = step
         if self._page_size(table) is None:
-            attend(q, k, v, self._device.admit(self.shape, q, k, v, lengths))
+            attend(q, k, v, self._device.check(self.shape, q, k, v, lengths))
         else:
-            attend(q, k, v, *self._device.admit_pages(self.shape, q, k, v, lengths, table, tables))
+            attend(q, k, v, *self._device.check_pages(self.shape, q, k, v, lengths, table, tables))
 
-    def _check_ended(self) -> None:
-        stage = self._stage._stage if isinstance(self._stage, PlannedDecode) else self._stage
-        if stage == "begun":
-            raise StateError(f"{self.scheme}: begin() began a step, which finish() must end before another")
+    def _reduce(self) -> None:
+        self.plan.buffers.to_wire()
+        self.plan.reducer()
+        self.plan.buffers.from_wire()
 
     def local(
         self,
@@ -239,15 +259,16 @@ class PlannedDecode:
         k: AnyArray | Shard,
         v: AnyArray | None = None,
         lengths: ArrayLike | None = None,
-        **seen: Unpack[Seen],
+        **seen: Unpack[MaskArguments],
     ) -> None:
         """This rank's partials, from its own tokens, into the records buffer. Arguments as for a call."""
         self.owner.take()
-        if fewer := self._for(q):
-            fewer.local(q, k, v, lengths, **seen)
-            self._stage = fewer
+        self._begin_anew()
+        self._part = self._decoder_for_queries(q)
+        if self._part is not None:
+            self._part.local(q, k, v, lengths, **seen)
             return
-        self._attend(self._taken(q, k, v, lengths, **seen))
+        self._attend(self._prepare(q, k, v, lengths, **seen))
         self._stage = "local"
 
     def reduce(self) -> None:
@@ -256,8 +277,8 @@ class PlannedDecode:
         Raises `StateError` unless `local` made partials that are not folded yet: folded twice, each rank
         would count as often as there are ranks.
         """
-        if isinstance(self._stage, PlannedDecode):
-            self._stage.reduce()
+        if self._part is not None:
+            self._part.reduce()
             return
         if self._stage != "local":
             self._reducer._check()  # closed and failed ones say so
@@ -278,7 +299,7 @@ class PlannedDecode:
         k: AnyArray | Shard,
         v: AnyArray | None = None,
         lengths: ArrayLike | None = None,
-        **seen: Unpack[Seen],
+        **seen: Unpack[MaskArguments],
     ) -> None:
         """`local`, and the start of the reduction: other work may follow, then `finish`. All ranks call.
         Arguments as for a call.
@@ -287,12 +308,12 @@ class PlannedDecode:
         has come so far. Raises `StateError` where the last step that began is not finished.
         """
         self.owner.take()
-        if fewer := self._for(q):
-            fewer.begin(q, k, v, lengths, **seen)
-            self._stage = fewer
-            return
         self.local(q, k, v, lengths, **seen)
-        self.plan.start()
+        (self._part or self)._start()
+
+    def _start(self) -> None:
+        self.plan.buffers.to_wire()
+        self.plan.reducer.start()
         self._stage = "begun"
 
     def test(self) -> bool:
@@ -302,7 +323,7 @@ class PlannedDecode:
         step has begun.
         """
         self.owner.take()
-        return self._stage.test() if isinstance(self._stage, PlannedDecode) else self._reducer.test()
+        return (self._part or self).plan.reducer.test()
 
     def finish(self) -> tuple[Array, Array]:
         """(out, lse) from the folded records, in the container of the q that `local` was given; after `begin`
@@ -311,20 +332,21 @@ class PlannedDecode:
         Raises `StateError` unless `reduce` or `begin` came before: a call finishes its own step.
         """
         self.owner.take()
-        if isinstance(self._stage, PlannedDecode):
-            return self._stage.finish()
+        if self._part is not None:
+            return self._part.finish()
         self._in_order()
         if self._stage == "begun":
             self._stage = None
-            self.plan.wait()
+            self.plan.reducer.wait()
+            self.plan.buffers.from_wire()
             self._stage = "folded"
         if self._stage != "folded":
             raise StateError(f"{self.scheme}: finish() without folded partials: reduce() comes before it")
-        self._finish()
+        self.plan.finish()
         return self._given()
 
     def _given(self) -> tuple[Array, Array]:
-        return self._containers.give() if self._foreign and self.plan.buffers.given else self._results
+        return self._containers.give() if self.plan.buffers.given else self._results
 
     @property
     def groups(self) -> int:
@@ -338,7 +360,7 @@ class PlannedDecode:
         (destination, bytes) of every message; the payload of a library's collectives; None where only the
         library knows.
         """
-        return self._reducer.sent
+        return self.plan.reducer.sent
 
     def capture(
         self,
@@ -346,7 +368,7 @@ class PlannedDecode:
         k: AnyArray | Shard,
         v: AnyArray | None = None,
         lengths: ArrayLike | None = None,
-        **seen: Unpack[Seen],
+        **seen: Unpack[MaskArguments],
     ) -> CapturedStep:
         """The whole step over arrays that stay where they are, as one CUDA graph. Collective.
 
@@ -361,9 +383,10 @@ class PlannedDecode:
         Raises `BackendError` unless ``device="cuda"``, `TransportError` where the host moves the records.
         """
         self.owner.take()
-        if fewer := self._for(q):
+        self._begin_anew()
+        if fewer := self._decoder_for_queries(q):
             return fewer.capture(q, k, v, lengths, **seen)
-        k, v, lengths, positions, _, draft_positions = self._opened(k, v, lengths)
+        k, v, lengths, positions, _, draft_positions = self._unpack(k, v, lengths)
         step = captured_step.capture(
             self.plan,
             lambda attend, *taken: self._in_parts((attend, None, taken, None, None)),

@@ -18,13 +18,14 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 from treeattn.attention.shape import DTYPES, Shape, query_dtype
-from treeattn.backends.device import Device
+from treeattn.attention.shard import read_positions
+from treeattn.backends.device import Device, find
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.runtime.owner import Owner
+from treeattn.decoder.mask_plan import DeclaredPositions, agreed_runs, check_blocks
 from treeattn.decoder.plan import sinks
-from treeattn.decoder.reproducible import check_blocks, check_shape, find
-from treeattn.decoder.sight import Stated, agree, all_runs
+from treeattn.decoder.request import refuse
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement
@@ -214,22 +215,20 @@ class Prefill:
         with Agreement(comm) as agreed:
             shape = Shape(batch, 1, heads, kv_heads, head_dim, dtype, v_dim=v_dim or 0)
             rules, factor = Rules.of(rules, heads), shape.logit_scale(scale)
-            stated = Stated(positions, (tokens,))
+            declared = DeclaredPositions(read_positions(positions), (tokens,))
             place = find(device, reproducible, comm.size)
             place.check_shape(shape)
-            if reproducible is not None:
-                check_shape(shape)
+            refuse({"reproducible": reproducible, "float64": dtype == "float64"})
             agreed.must_match = {
                 "the shape or dtype of q, k, v": shape,
                 "scale": factor,
                 "rules": rules,
                 "device": device,
                 "reproducible": reproducible,
-                "the layout of positions": stated.layout,
+                "the layout of positions": declared.layout,
             }
-            agreed.share = stated.told()
-        shards = all_runs(stated.layout, agreed.gathered)
-        agree(stated.layout, agreed.gathered, comm.rank)
+            agreed.share = declared
+        shards = agreed_runs(agreed.gathered)
         assert shards is not None
         with Agreement(comm):  # all that a rank may have no memory for, before another waits for it
             self._shape, self._device = shape, place
@@ -263,7 +262,7 @@ class Prefill:
         tokens = self._results[0].shape[1]
         shape = replace(self._shape, queries=max(1, tokens))
         if tokens:
-            self._device.admit(shape, q, k, v, None)
+            self._device.check(shape, q, k, v, None)
         for number, (runs, keys, values) in enumerate(self._ring.blocks(self._comm, k, v)):
             for rows, queries in self._parts if len(runs) else ():
                 queries.attend(q[:, rows], keys, values, runs, begins, merge=number > 0)

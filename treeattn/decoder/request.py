@@ -1,7 +1,8 @@
-"""What a rank asks for, and whether one rank alone can tell that it cannot be."""
+"""What a rank asks for, and what of it excludes what: one table, asked before anything is planned."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -10,13 +11,75 @@ from treeattn.attention.shape import Shape, check_number
 from treeattn.backends.device import Device
 from treeattn.collectives.catalog import DEVICES, Selection
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder import reproducible
-from treeattn.decoder.sight import Stated
+from treeattn.decoder.mask_plan import DeclaredPositions
 from treeattn.errors import ArgumentError, RestrictionError
 
 #: The names that ``executor=`` takes: for ranks of MPI, the fastest first, and for those of process groups.
 MPI_EXECUTORS = ("slots", "program", "mpi")
 EXECUTORS = (*MPI_EXECUTORS, "torch")
+
+
+# Where the reduction attends, too, there are no tables of a mask, and one kernel for rows of one type.
+_ALL = "lets every query see every token: {0} need another scheme, and groups=1"
+_ROWS = "takes the tokens of a shard in a row: a paged cache needs another scheme, and groups=1"
+_ONE_TYPE = "takes q, k and v of one type: {types} needs another scheme, and groups=1"
+_LACKING = {name: _ALL.format(f"{{{name}}}") for name in ("rules", "mask", "begins")}
+_LACKING |= {"pages": _ROWS, "types": _ONE_TYPE}
+
+_SLICES = "{slices} leaves each rank its slice of heads: from Python, with output='heads'"
+_ROOTED = "{rooted} leaves its result on rank 0: from Python, with output='root'"
+
+#: Two properties of what is asked for (`Request.properties`) -> why they do not go together, and what to do.
+#: Words in braces are the properties as this request has them.
+INCOMPATIBLE = {
+    ("reproducible", "float64"): (
+        "reproducible= is for results of float32: float64 is summed in whatever order"
+    ),
+    ("reproducible", "sum"): (
+        "{sum} folds in an order of its own: reproducible= needs a schedule, such as hierarchical, or "
+        "mpi_allreduce, whose operator is ours"
+    ),
+    ("blocks", "mask"): (
+        "a mask is of draft tokens, which are dealt out one by one: reproducible='tokens' serves them"
+    ),
+    ("groups", "cuda"): "groups of heads are for device='cpu': a GPU's stream does one thing at a time",
+    ("groups", "ring"): "{ring} cannot be taken apart: use groups=1",
+    ("groups", "heads"): "a result with output='heads' cannot be taken apart: use groups=1",
+    ("groups", "root"): "a result with output='root' cannot be taken apart: use groups=1",
+    ("ring", "v_dim"): (
+        "{ring} attends while it communicates, to keys and values of one width: v_dim needs another scheme"
+    ),
+    **{("ring", name): f"{{ring}} {why}" for name, why in _LACKING.items()},
+    **{("groups", name): f"a step by groups of heads {why}" for name, why in _LACKING.items()},
+    ("folds", "heads"): "output='heads' is for treeattn.Decoder, and {folds}",
+    ("folds everywhere", "root"): "output='root' is for treeattn.Decoder, and {folds}",
+    ("folds", "groups"): "{groups} is for treeattn.Decoder, and {folds}",
+    ("folds", "ring"): (
+        "{ring} attends while it communicates, and {folds}: take another scheme, such as hierarchical"
+    ),
+    ("folds", "slices"): (
+        "{slices} leaves each rank a slice of heads, and {folds}: take another scheme, such as hierarchical"
+    ),
+    ("slices", "replicated"): _SLICES,
+    ("slices", "root"): _SLICES,
+    ("rooted", "replicated"): _ROOTED,
+    ("rooted", "heads"): _ROOTED,
+    ("no schedule", "root"): (
+        "{no schedule} is no schedule, of which output='root' takes the part that leads to rank 0: take "
+        "scheme='hierarchical', say"
+    ),
+    ("whole", "heads"): (
+        "{whole} leaves every rank all heads; scheme='head_scatter' or scheme='head_all_to_all' serves "
+        "output='heads'"
+    ),
+}
+
+
+def refuse(properties: Mapping[str, object]) -> None:
+    """Raise `RestrictionError` where two of what is true of these exclude each other."""
+    for pair, why in INCOMPATIBLE.items():
+        if all(map(properties.get, pair)):
+            raise RestrictionError(why.format(**properties))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +141,28 @@ class Reduction:
         return scheme if isinstance(scheme, Reduction) else cls(scheme)
 
 
+def of_reduction(how: Reduction, scheme: Selection) -> dict[str, object]:
+    """What `refuse` asks of a scheme and of how it is to run: properties by name."""
+    row = scheme.row
+    return {
+        how.output: True,
+        "groups": how.groups != 1 and f"groups={how.groups}",
+        "ring": row.fused and scheme.text,
+        "no schedule": row.module and row.name,
+        "sum": row.module and not row.compiled and row.name,
+        "slices": row.result == "scattered" and row.name,
+        "rooted": row.result == "root" and row.name,
+        "whole": row.result == "replicated" and row.name,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a rank asks for. What `settings` names must be the same on every rank."""
+    """What a rank asks for. What `settings` names must be the same on every rank.
+
+    declared: of this rank's tokens. seen: what the one step that follows brings of q_positions, begins and
+    mask, by name, and a digest of what must be the same of it.
+    """
 
     shape: Shape
     how: Reduction
@@ -89,9 +171,9 @@ class Request:
     device: Device
     q_root: int | None = None
     rules: Rules = field(default_factory=Rules)
-    stated: Stated = field(default_factory=Stated)
+    declared: DeclaredPositions = field(default_factory=DeclaredPositions)
     reproducible: str | None = None
-    masked: bool = False  # of this rank alone: the one step that follows brings a mask
+    seen: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, object]:
@@ -111,10 +193,34 @@ class Request:
             "rules": self.rules,
             "reproducible": self.reproducible,
             "positions being known": self.asks_positions,  # then ranks exchange them
-            "the layout of positions": self.asks_positions and self.stated.layout,
-            "q_positions": self.stated.stands,
-            "begins": self.stated.begins,
+            "the layout of positions": self.asks_positions and self.declared.layout,
+            "q_positions": self.seen.get("q_positions"),
+            "begins": self.seen.get("begins"),
         }
+
+    @property
+    def properties(self) -> dict[str, object]:
+        """What `refuse` asks, by name: as an error says it, or nothing where it is not so."""
+        shape = self.shape
+        return of_reduction(self.how, self.scheme) | {
+            "cuda": self.device.stream is not None,
+            "reproducible": self.reproducible,
+            "blocks": self.reproducible == "blocks",
+            "float64": shape.dtype == "float64",
+            "v_dim": shape.v_dim != shape.head_dim,
+            "pages": shape.page_size is not None,
+            "types": shape.mixed and f"a cache of {shape.kv_dtype} under queries of {shape.dtype}",
+            "rules": ", ".join(self.rules.names),
+            "mask": "mask" in self.seen and "mask",
+            "begins": "begins" in self.seen and "begins",
+        }
+
+    def check(self) -> None:
+        """Raise `ArgumentError` or `RestrictionError` where its parts do not go together."""
+        groups, kv_heads = self.how.groups, self.shape.kv_heads
+        if kv_heads % groups:
+            raise ArgumentError(f"groups = {groups}: a number that divides the {kv_heads} KV heads is needed")
+        refuse(self.properties)
 
     @property
     def attends_by_reducer(self) -> bool:
@@ -124,65 +230,11 @@ class Request:
     @property
     def asks_positions(self) -> bool:
         """Whether ranks must know of each other's tokens."""
-        stated = self.stated
-        if self.reproducible == "blocks":
+        if self.reproducible == "blocks" or self.declared.positions is not None:
             return True
-        return self.rules.positional or stated.positions is not None or stated.begins is not None
+        return self.rules.positional or "begins" in self.seen
 
     @property
     def logit_scale(self) -> float:
         """`scale`, or the default. Raises `ArgumentError` unless the records' type can hold it."""
         return self.shape.logit_scale(self.scale)
-
-
-def check(request: Request) -> None:
-    """Raise `ArgumentError` or `RestrictionError` where its parts do not go together."""
-    if request.reproducible is not None:
-        reproducible.check(request)
-    _check_groups(request)
-    _check_rules(request)
-
-
-def _check_groups(request: Request) -> None:
-    """Raise `RestrictionError` where a step cannot be taken apart into groups of heads."""
-    groups, kv_heads = request.how.groups, request.shape.kv_heads
-    if groups == 1:
-        return
-    if kv_heads % groups:
-        raise ArgumentError(f"groups = {groups}: a number that divides the {kv_heads} KV heads is needed")
-    if request.device.stream is not None:
-        raise RestrictionError(
-            "groups of heads are for device='cpu': a GPU's stream does one thing at a time"
-        )
-    if request.scheme.row.fused or request.how.output != "replicated":
-        raise RestrictionError(
-            f"{request.scheme.text} with output={request.how.output!r} cannot be taken apart: use groups=1"
-        )
-
-
-def _check_rules(request: Request) -> None:
-    """Raise `RestrictionError` where attention happens in a place of no rules, one type and one width."""
-    fused = request.scheme.row.fused
-    if fused and request.shape.v_dim != request.shape.head_dim:
-        raise RestrictionError(
-            f"{request.scheme.text} attends while it communicates, to keys and values of one width: "
-            "v_dim needs another scheme"
-        )
-    if not fused and request.how.groups == 1:
-        return
-    what = request.scheme.text if fused else "a step by groups of heads"
-    rules = request.rules.names + ("mask",) * request.masked
-    rules += ("begins",) * (request.stated.begins is not None)
-    if rules:
-        raise RestrictionError(
-            f"{what} lets every query see every token: {', '.join(rules)} need another scheme, and groups=1"
-        )
-    if request.shape.page_size is not None:
-        raise RestrictionError(
-            f"{what} takes the tokens of a shard in a row: a paged cache needs another scheme, and groups=1"
-        )
-    if request.shape.mixed:
-        raise RestrictionError(
-            f"{what} takes q, k and v of one type: a cache of {request.shape.kv_dtype} under queries of "
-            f"{request.shape.dtype} needs another scheme, and groups=1"
-        )

@@ -21,13 +21,13 @@ from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape, as_tensor, dtype_name
-from treeattn.attention.shard import Shard
+from treeattn.attention.shard import Shard, read_positions
 from treeattn.backends import device as devices
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
+from treeattn.decoder.mask_plan import DeclaredPositions, MaskPlan
 from treeattn.decoder.plan import folding, plan_reducer
 from treeattn.decoder.request import Reduction, Request
-from treeattn.decoder.sight import Sight, Stated, Told, agree
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement, collectively
@@ -95,16 +95,16 @@ def reduce(
         queries, values = tensor("q", q), tensor("v", shard.v, shard.dtype)
         keys = tensor("k", shard.k, shard.dtype)
         shape, valid, tilt = _checked(queries, keys, values, zeta, shard.lengths)
-        stated = Stated(shard.positions, tuple(valid.tolist()))
+        declared = DeclaredPositions(read_positions(shard.positions), tuple(valid.tolist()))
         device, plain = devices.find("cpu"), _plain(rules, shape.heads)
-        request = Request(shape, how, selection, scale, device, rules=plain, stated=stated)
+        request = Request(shape, how, selection, scale, device, rules=plain, declared=declared)
         stands = None if q_positions is None else np.asarray(q_positions)
         agreed.must_match = request.settings | {
             "zeta being there": zeta is not None,
             "q_positions": None if stands is None else stands.tolist(),
             "what is computed": statistic.name,
         }
-        agreed.share = stated.told(), statistic.share(queries, values, valid)
+        agreed.share = declared, statistic.share(queries, values, valid)
     places, shared = zip(*agreed.gathered, strict=True)
     intervals = _intervals(request, places, comm, keys.shape[1], valid, stands)
     inputs = EnergyInputs(queries, tilt, keys, values, request.logit_scale, intervals)
@@ -147,21 +147,20 @@ def _plain(rules: Rules | None, heads: int) -> Rules:
 
 def _intervals(
     request: Request,
-    places: Sequence[Told],
+    places: Sequence[DeclaredPositions],
     comm: Communicator,
     tokens: int,
     lengths: Array,
     stands: Array | None,
 ) -> NDArray[np.int64]:
     """The tokens of this shard that each query sees, [batch, queries, 4]. Collective."""
-    sight = Sight(request.rules, request.shape)
+    mask = MaskPlan(request.rules, request.shape)
     if request.asks_positions:
-        sight.runs, ends = agree(request.stated.layout, places, comm.rank)
-        sight.stand(ends)
+        mask.agree(places, comm.rank)
 
     def seen() -> NDArray[np.int64]:
-        tables = sight.tables()
-        sight.look(tables, tokens, lengths, stands, None, None, None)
+        tables = mask.tables()
+        mask.update(tables, tokens, lengths, stands)
         return tables.intervals
 
     return collectively(comm, seen) if request.asks_positions else seen()

@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from treeattn.attention.shape import DTYPES
-from treeattn.backends.device import Device
+from treeattn.backends.device import Device, find
 from treeattn.collectives.runtime.communicator import MpiCommunicator
-from treeattn.decoder.reproducible import find
 from treeattn.errors import RestrictionError
 from treeattn.llama.config import Config, Rope, read_config
 from treeattn.llama.tensor_parallel import Linear, Loader, TensorParallelGroup, Tokens

@@ -19,16 +19,16 @@ from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
-from treeattn.attention.shape import Shape, query_dtype
+from treeattn.attention.shape import Shape
 from treeattn.attention.shard import Shard
-from treeattn.backends.device import Device
+from treeattn.backends import device as devices
+from treeattn.backends.device import Device, find
 from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
 from treeattn.decoder.plan import folding
-from treeattn.decoder.reproducible import find
-from treeattn.decoder.request import Reduction
-from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.decoder.request import Reduction, refuse
+from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement
 from treeattn.partial import Array
@@ -93,25 +93,25 @@ def verify(
     with Agreement(comm) as agreed:
         where = find(arrays.device_of("q", q) if device is None else device, reproducible, comm.size)
         shard = Shard.of(k, v, lengths).in_rows(_OVER)
-        named = zip(_NAMES, (q, shard.k, shard.v, draft_k, draft_v), strict=True)
-        given = [where.tensor(name, array, None if name == "q" else shard.dtype) for name, array in named]
-        shape = _shape(tree, *given)
-        tokens = given[1].shape[1]
-        lengths = where.lengths(shape, shard.lengths, tokens)
+        query, held, shape, tokens = devices.admit(where, q, shard, scale)
+        keys = where.tensor("draft_k", draft_k, shard.dtype)
+        values = where.tensor("draft_v", draft_v, shard.dtype)
+        _check_drafts(shape, tree, keys, values)
+        shape.check_cache(keys, values)
         agreed.must_match = {
             "the shape or dtype of q, k, v": shape,
             "the tree": tree.digest,
-            **{name: _digest(where, given[_NAMES.index(name)], tree) for name in ("q", "draft_k", "draft_v")},
+            "q": _digest(where, query, tree),
+            "draft_k": _digest(where, keys, tree),
+            "draft_v": _digest(where, values, tree),
         }
-        agreed.share = [tokens] * tree.batch if lengths is None else where.to_host(lengths).tolist()
+        valid: Any = held.lengths
+        agreed.share = [tokens] * tree.batch if valid is None else where.to_host(valid).tolist()
     planned = shape.plain
     planned |= {"nodes": planned.pop("queries"), "scheme": scheme, "scale": scale, "device": where.name}
     planned |= {"owner": owner, "reproducible": reproducible}
     with Verifier(comm, **planned) as verifier:
-        query, keys, values, draft_keys, draft_values = given
-        results = verifier(
-            query, keys, values, draft_keys, draft_values, tree, lengths, shard_lengths=agreed.gathered
-        )
+        results = verifier(query, held, None, keys, values, tree, shard_lengths=agreed.gathered)
         return arrays.give(results, q)
 
 
@@ -146,8 +146,7 @@ class Verifier:
             because = "drafts join the records of the context before a reduction to every rank"
             folding(scheme, because, comm, device)
             self.shape = Shape(batch, nodes, heads, kv_heads, head_dim, dtype)
-            if reproducible == "blocks":
-                raise RestrictionError("drafts are dealt out one by one: take reproducible='tokens'")
+            refuse({"blocks": reproducible == "blocks", "mask": True})
             self._device = find(device, reproducible, comm.size)
             self._device.check_shape(self.shape)
             self._drafts = _Drafts(self.shape, self._device, scale)
@@ -231,7 +230,7 @@ class _Drafts:
             seen = tree.mask & tree.real[:, :, None] & mine[:, None, :]
             self._tables.update(None, tree.nodes, mask=seen)
             self._seen = tree, mine
-        self._device.admit(self._shape, q, draft_k, draft_v, None)
+        self._device.check(self._shape, q, draft_k, draft_v, None)
         self._attention(q, draft_k, draft_v, None)
         return True
 
@@ -242,16 +241,6 @@ def blank_pads(tree: TokenTree, out: Array, lse: Array) -> None:
         if nodes < tree.nodes:
             out[row, nodes:] = 0
             lse[row, :, nodes:] = -np.inf
-
-
-def _shape(tree: TokenTree, q: Array, k: Array, v: Array, draft_k: Array, draft_v: Array) -> Shape:
-    """The shape of a step whose arrays fit each other and the tree. Raises `ArgumentError`."""
-    shape = Shape(q.shape[0], q.shape[1], q.shape[2], k.shape[2], q.shape[3], query_dtype(q))
-    shape.check_query(q)
-    shape.check_cache(k, v)
-    _check_drafts(shape, tree, draft_k, draft_v)
-    shape.check_cache(draft_k, draft_v)
-    return shape
 
 
 def check_tree(tree: TokenTree, batch: int, queries: int) -> None:

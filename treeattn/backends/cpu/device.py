@@ -82,21 +82,21 @@ class Cpu:
         """A NumPy array; uint16 becomes bfloat16 if `dtype` says so."""
         return as_tensor(name, self.view(name, array), dtype)
 
-    def admit(self, shape: Shape, q: Array, k: Array, v: Array, lengths: ArrayLike | None) -> Array | None:
+    def check(self, shape: Shape, q: Array, k: Array, v: Array, lengths: ArrayLike | None) -> Array | None:
         """A few comparisons; attention checks shape and range of the lengths itself."""
-        self._check(shape, q, k, v)
+        self._check_arrays(shape, q, k, v)
         if lengths is None or (type(lengths) is np.ndarray and lengths.dtype == np.int64):
             return lengths
         return self.lengths(shape, lengths, k.shape[1])
 
-    def _check(self, shape: Shape, q: Array, k: Array, v: Array) -> None:
+    def _check_arrays(self, shape: Shape, q: Array, k: Array, v: Array) -> None:
         if not shape.accepts(q, k, v):
             # Say what is wrong; what passes is rare but right (bfloat16 as uint16, no tokens).
             raw, kv_raw = (name if bits_of(name) else None for name in (shape.dtype, shape.kv_dtype))
             shape.check_query(as_tensor("q", q, raw))
             shape.check_cache(as_tensor("k", k, kv_raw), as_tensor("v", v, kv_raw))
 
-    def admit_pages(
+    def check_pages(
         self,
         shape: Shape,
         q: Array,
@@ -106,7 +106,7 @@ class Cpu:
         block_table: BlockTable | None,
         tables: MaskTables | None,
     ) -> tuple[ArrayLike | None, Array]:
-        self._check(shape, q, k, v)
+        self._check_arrays(shape, q, k, v)
         table = self.block_table(shape, block_table)
         if tables is None:
             pages.check_lengths(lengths, k.shape[1], table.shape[1])

@@ -103,12 +103,12 @@ class Cuda:
         check_rows(name, taken, self.runtime)
         return taken
 
-    def admit(self, shape: Shape, q: Array, k: Array, v: Array, lengths: ArrayLike | None) -> Any:
+    def check(self, shape: Shape, q: Array, k: Array, v: Array, lengths: ArrayLike | None) -> Any:
         """Arrays that passed the last time are not looked at again."""
-        self._check(shape, q, k, v)
+        self._check_arrays(shape, q, k, v)
         return self.lengths(shape, lengths, k.shape[1])
 
-    def _check(self, shape: Shape, q: Array, k: Array, v: Array) -> None:
+    def _check_arrays(self, shape: Shape, q: Array, k: Array, v: Array) -> None:
         given = (q, k, v)
         if any(map(operator.is_not, given, self._admitted)):
             for name, array in zip("qkv", given, strict=True):
@@ -117,7 +117,7 @@ class Cuda:
             shape.check_cache(k, v)
             self._admitted = given
 
-    def admit_pages(
+    def check_pages(
         self,
         shape: Shape,
         q: Array,
@@ -128,7 +128,7 @@ class Cuda:
         tables: MaskTables | None,
     ) -> tuple[ArrayLike | None, Array]:
         """A table of the host is looked at and copied; one of the device is used as it is, unread."""
-        self._check(shape, q, k, v)
+        self._check_arrays(shape, q, k, v)
         if tables is None and lengths is None:
             pages.check_lengths(None, k.shape[1], 0)
 
