@@ -13,15 +13,13 @@ import click
 
 from treeattn import files
 from treeattn.attention.shape import DTYPES
-from treeattn.backends.cuda.device import Cuda
-from treeattn.backends.device import Device
 from treeattn.cli import compare_table, options
 from treeattn.cli.options import Output, choices, numbers
 from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder import gpu_reducers, reducers
+from treeattn.decoder import reducers
 from treeattn.errors import ArgumentError, MissingPackageError, TransportError, TreeattnError
 from treeattn.mpi.agreement import broadcast_from_root, collectively
 from treeattn.report import Progress, Report
@@ -105,12 +103,14 @@ def command(
         session.close()
 
 
-def _transports(world: MpiCommunicator, device: Device, wanted: str | None) -> tuple[str, ...]:
+def _transports(world: MpiCommunicator, device: Any, wanted: str | None) -> tuple[str, ...]:
     """Of the ranks' device; by default all that serve here: rank 0 says which do not, and why. Collective;
     raises `ArgumentError` or `TransportError` on all ranks."""
-    if not isinstance(device, Cuda):
+    if device.name == "cpu":
         problems: Mapping[str, str | None] = {"mpi": None}
     else:
+        from treeattn.decoder import gpu_reducers
+
         problems = gpu_reducers.problems(world, device.runtime)
     try:
         chosen = choices(problems)(wanted or ",".join(problems))
@@ -171,12 +171,12 @@ def _shape_of_bytes(elements: float, head_dim: int) -> tuple[int, int]:
     return (heads, head_dim) if heads else (1, max(8, 8 * round((elements - 2) / 8)))
 
 
-def _job(world: MpiCommunicator, device: Device, shared: str | None) -> Job:
+def _job(world: MpiCommunicator, device: Any, shared: str | None) -> Job:
     """What all rows of this run have. Collective."""
     machine = environment.machine(world)
     ranks, software = machine["ranks"], world.bcast(machine["software"])
     processors: Any = [rank["cpu"] for rank in ranks]
-    if isinstance(device, Cuda):
+    if device.name == "cuda":
         processors = world.allgather(device.runtime.name)
     return Job(
         run=world.bcast(run_name()),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from treeattn.backends import device as devices
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.backends.cuda.device import Cuda
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime.communicator import Communicator
-from treeattn.decoder import gpu_reducers
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import collectively
@@ -20,7 +20,7 @@ def own_device(world: Communicator, name: str) -> tuple[Device, str | None]:
     """
     local = communicators.node_local_rank(world)
 
-    def place() -> Device:
+    def place() -> Any:
         if name == "cuda":
             problem = cupy_runtime.problem()
             if problem is not None:
@@ -29,5 +29,11 @@ def own_device(world: Communicator, name: str) -> tuple[Device, str | None]:
         return devices.find(name)
 
     device = collectively(world, place)
-    shared = gpu_reducers.shared_gpu(world, device.runtime) if isinstance(device, Cuda) else None
+    if device.name == "cpu":
+        return device, None
+    from treeattn.decoder import (
+        gpu_reducers,  # what moves records between GPUs is loaded where there are some
+    )
+
+    shared = gpu_reducers.shared_gpu(world, device.runtime)
     return device, f"{shared}: times include waiting for each other" if shared else None
