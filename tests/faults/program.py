@@ -1,7 +1,6 @@
 """Each class once, on all ranks; rank 1 comes to grief where the words say: HOW PHASE FOLDER."""
 
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -15,10 +14,6 @@ from treeattn.llama import Llama, Session
 from treeattn.token_tree import TokenTree, Verifier, accept_greedy
 
 how, phase, folder = sys.argv[1:]
-LINK = {  # of a node of the emulated cluster
-    "cut": "ip link set eth0 down",
-    "lose": "iptables -A INPUT -i eth0 -m statistic --mode random --probability 0.01 -j DROP",
-}
 
 
 def communicator():
@@ -43,12 +38,10 @@ def before(here: str) -> None:
         raise RuntimeError("what the program raises on one rank")
     if how == "leave":
         sys.exit(0)
-    if how == "memory":  # from now on every allocation of address space fails
-        resource.setrlimit(resource.RLIMIT_AS, (1, 1))
-    elif how.startswith("SIG"):
-        os.kill(os.getpid(), getattr(signal, how))
+    if how == "cut":  # the link of a node of the emulated cluster
+        subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
     else:
-        subprocess.run(LINK.get(how, how), shell=True, check=True)
+        os.kill(os.getpid(), getattr(signal, how))
 
 
 def drawn(*shape: int):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import resource
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .jobs import LIMIT, Job
+from .jobs import Job
 
 RANKS = 3
 
@@ -42,7 +40,6 @@ class Fault:
     sees: str  #: a pattern of what is said on standard error, unless the code is 0
     shown: str  #: the same as one reads it
     kept: str
-    limit: int = LIMIT  #: seconds that a wait may take
     deadly: bool = False  #: a job with a rank that it struck cannot end well
     stops: bool = False  #: the rank stays, and goes on when the others have gone
 
@@ -57,27 +54,6 @@ def _to_all(number: int) -> Callable[[Job, int], bool]:
         return True
 
     return strike
-
-
-def _slowed(job: Job, rank: int) -> bool:
-    """Half of the time, for some seconds, and never as long as a wait may take."""
-    for number in (signal.SIGSTOP, signal.SIGCONT) * 8:
-        if not job.signal(rank, number):
-            return False
-        time.sleep(0.3)
-    return True
-
-
-def _without_memory(job: Job, rank: int) -> bool:
-    """From now on every allocation of address space fails."""
-    process = job.ranks().get(rank)
-    if process is None:
-        return False
-    try:
-        resource.prlimit(process, resource.RLIMIT_AS, (1, 1))
-    except ProcessLookupError:
-        return False
-    return True
 
 
 _NOTHING = "what was written before; a file is written whole or not at all"
@@ -96,12 +72,6 @@ FAULTS = (
         "`.. 3 s without ..: rank 1 is stopped (process 4711); if steps take so long, set ..`", _NOTHING,
         stops=True,
     ),
-    Fault("a rank is slowed, half of the time", _slowed, (0,), "", "nothing", "everything", limit=60),
-    Fault(
-        "a rank gets no more memory", _without_memory, (1, 2, 9, 15, 124, 134, 137, 139, 143),
-        r"treeattn: |rror|EXIT STRING|[Mm]emory",
-        "`rank 1 of 3 failed, ending the job: MemoryError`, or what a library says of it", _NOTHING,
-    ),
     Fault(
         "Ctrl-C", _to_all(signal.SIGINT), (130, 1, 2, 9), r"treeattn: interrupted: |signal 2|Errorcode: 143",
         "`treeattn: interrupted: kept FILE`, or `nothing was written`; Open MPI: `Errorcode: 143` alone",
@@ -111,16 +81,6 @@ FAULTS = (
         "SIGTERM, as schedulers send it", _to_all(signal.SIGTERM), (143, 1, 15, 9),
         r"treeattn: ended by SIGTERM: |signal 15|Errorcode: 143",
         "`treeattn: ended by SIGTERM: kept FILE`; Open MPI: `Errorcode: 143` alone", "as after Ctrl-C",
-    ),
-    Fault(
-        "SIGHUP, as a terminal that closes sends it", _to_all(signal.SIGHUP), (129, 1, 9, 139), "",
-        "`treeattn: ended by SIGHUP: kept FILE`, unless the launcher goes first; under nohup nothing",
-        "as after Ctrl-C",
-    ),
-    Fault(
-        "SIGPIPE, as where nobody reads any more", _to_all(signal.SIGPIPE), (141,), "",
-        "nothing: MPICH's launcher ends of it, and so the job; Open MPI's and the ranks go on", _NOTHING,
-        limit=60,
     ),
 )  # fmt: skip
 
@@ -154,17 +114,10 @@ class Grief:
     shown: str
     launchers: tuple[str, ...] = LAUNCHERS
     phases: tuple[str, ...] = PHASES
-    harmless: bool = False  #: the program may end well
 
 
 GRIEFS = (
     Grief("is killed", "SIGKILL", False, _LAUNCHERS, "the launcher's report of signal 9"),
-    Grief(
-        "is killed, and a shell hides it from the launcher", "SIGKILL", True,
-        rf"failed: |{_LAUNCHERS}|{_UNNAMED}",
-        "`PeerError: .. rank 1 has ended, while this one waits`, unless MPICH's launcher is faster",
-        launchers=LAUNCHERS[:2], phases=AWAITED,  # torchrun starts no shell
-    ),
     Grief(
         "is stopped", "SIGSTOP", False, rf"rank 1 is stopped|{_UNNAMED}",
         "`.. 3 s without ..: rank 1 is stopped`; in the first plan it has no name yet",
@@ -177,20 +130,8 @@ GRIEFS = (
         phases=AWAITED,
     ),
     Grief(
-        "gets no more memory", "memory", False, r"[Mm]emory|rror",
-        "`MemoryError`, or what a library says of it; nothing where no more was needed", harmless=True,
-    ),
-    Grief(
         "is on a node that is cut off", "cut", False, r"without", "`.. 3 s without ..`",
         launchers=("nodes",), phases=AWAITED,
-    ),
-    Grief(
-        "is behind a link that loses 1 % of its packets", "lose", False, "", "nothing",
-        launchers=("nodes",), harmless=True,
-    ),
-    Grief(
-        "is behind a link that delays for 100 ms", "true", False, "", "nothing",
-        launchers=("nodes 100 ms apart",), phases=PHASES[:1], harmless=True,
     ),
 )  # fmt: skip
 
@@ -249,40 +190,16 @@ ELSEWHERE = (
         "faults/test_before_mpi.py::test_what_fails_in_the_command_is_said",
     ),
     Elsewhere(
-        "a rank ends before the command begins", "`MPI cannot start: of 3 ranks .., 0, 2 are left`, in 5 s",
-        "faults/test_before_mpi.py::test_who_has_ended_is_missed",
-    ),
-    Elsewhere(
-        "one rank alone gets SIGINT, SIGTERM or SIGHUP", "as where all do",
-        "command/test_interrupted.py::test_a_rank_that_is_interrupted_alone_knows_what_is_kept",
-    ),
-    Elsewhere(
-        "two jobs save one cache", "`another job is saving a cache there`, of the second",
-        "unit/cache/test_saved.py::test_two_jobs_do_not_save_in_one_place_at_once",
-    ),
-    Elsewhere(
         "a job is killed while it saves a cache", "the cache before or the new one is there, whole",
         "unit/cache/test_saved.py::test_whenever_a_job_is_killed_there_is_the_old_cache_or_the_new_one",
-    ),
-    Elsewhere(
-        "a part of a saved cache is damaged or missing", "its name and what is wrong with it, on all ranks",
-        "unit/cache/test_saved.py::test_what_is_damaged_is_named",
     ),
     Elsewhere(
         "the process forks after use", "`StateError` of whatever communicates in the child",
         "mpi/test_fork.py::test_no_public_verb_serves_a_forked_process",
     ),
     Elsewhere(
-        "no shared memory", "one line with the remedy, on all ranks",
-        "mpi/test_step.py::test_no_shared_memory_is_said_in_one_line",
-    ),
-    Elsewhere(
         "a cache node is killed", "the launcher's report, or `rank 1 has ended`; what was saved is there",
         "command/test_cache_nodes.py::test_a_node_that_is_killed_ends_the_job",
-    ),
-    Elsewhere(
-        "a cache node or the model process is stopped", "its name within the limit, on the others",
-        "command/test_cache_nodes.py::test_one_that_is_stopped_is_named",
     ),
     Elsewhere(
         "a job reaches its time limit under Slurm", "the same command goes on from what was measured",
@@ -310,12 +227,6 @@ def _cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def _replaced(path: Path) -> None:
-    other = path.with_suffix(".other")
-    other.write_bytes(bytes(path.stat().st_size))
-    other.replace(path)
-
-
 #: The commands that read a file {file}, and which one.
 READERS = {
     "decode": ("smollm2_layer17_4096.safetensors", "decode {file} --check"),
@@ -328,9 +239,5 @@ SPOILED = (
     Spoiled(
         "is cut off", _cut, (2, 7, 135), rf"not a readable|[Ss]ignal 7|Bus error|{_LAUNCHERS}",
         "`FILE: not a readable safetensors file`, or the launcher's report of signal 7: files are mapped",
-    ),
-    Spoiled(
-        "is replaced by another", _replaced, (2,), "not a readable",
-        "nothing where the first was opened before; else what is wrong with the other",
     ),
 )  # fmt: skip

@@ -22,7 +22,6 @@ else:
 runpy.run_module("treeattn", run_name="__main__", alter_sys=True)
 """
 RAISES = "error = {}; sys.meta_path.insert(0, Broken())"
-LEFT = r"rank [02]: MPI cannot start: of 3 ranks that were started on this machine, 0, 2 are left"
 
 LAUNCHERS = [
     pytest.param(name, marks=[pytest.mark.skipif(lacking is not None, reason=str(lacking)), *deep])
@@ -54,18 +53,6 @@ def test_what_fails_in_the_command_is_said(launcher, error, says):
     assert code == 1, said
     assert len(re.findall("^treeattn: ", said, re.MULTILINE)) == 1, said
     assert re.search(says, said, re.MULTILINE), said
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-@pytest.mark.parametrize("left", [pytest.param(0, marks=pytest.mark.deep), 3])
-def test_who_has_ended_is_missed(launcher, left):
-    """Whatever its code. Open MPI's launcher ends the job itself, unless that is 0."""
-    code, said = job(launcher, f"sys.exit({left})")
-    if launcher == "Open MPI" and left:
-        assert code == left, said
-    else:
-        assert code == 1, said
-        assert re.search(f"^treeattn: {LEFT}", said, re.MULTILINE), said
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -25,6 +25,10 @@ BY_ANOTHER_NAME = {
 }  # fmt: skip
 
 
+def test_the_table_is_short():
+    assert len(table.FAULTS + table.GRIEFS + table.SPOILED + table.ELSEWHERE) <= 16
+
+
 def test_every_command_has_a_row():
     names = set(commands.list_commands(click.Context(commands)))
     assert names == {*table.TOGETHER, *table.WRITERS} | STARTED_OTHERWISE

@@ -30,9 +30,6 @@ VERBS = {
     energy.value: lambda **comm: energy.value(None, Q, K, K, **comm),
     token_tree.Verifier: lambda **comm: token_tree.Verifier(nodes=2, **SHAPE, **comm),
     token_tree.accept_greedy: lambda **comm: token_tree.accept_greedy(TREE, [[1, 2]], **comm),
-    token_tree.accept_sample: lambda **comm: token_tree.accept_sample(
-        TREE, LIKELY, np.random.default_rng(), **comm
-    ),
     token_tree.accept_speculative: lambda **comm: token_tree.accept_speculative(
         TREE, LIKELY, LIKELY, np.random.default_rng(), **comm
     ),

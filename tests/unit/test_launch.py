@@ -249,16 +249,6 @@ def test_a_library_that_is_just_being_imported_has_not_started(monkeypatch):
     assert not library.started()
 
 
-def test_a_rank_is_missing_where_a_launcher_started_more(environment, monkeypatch):
-    environment(MPI_LOCALNRANKS="3")
-    monkeypatch.setattr(launch, "siblings", lambda: {2: None, 0: None})
-    assert launch.missing() == ""  # of what has started this, nobody knows how many it did
-    monkeypatch.setattr(launch, "_name", lambda process: "hydra_pmi_proxy")
-    assert launch.missing() == "of 3 ranks that were started on this machine, 0, 2 are left"
-    environment(MPI_LOCALNRANKS="2")
-    assert launch.missing() == ""
-
-
 def test_a_launcher_is_asked_to_end_the_job_at_its_socket_alone(environment, tmp_path):
     ours, theirs = socket.socketpair()
     with ours, theirs, (tmp_path / "file").open("w") as file:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import numpy as np
@@ -26,7 +26,6 @@ _command = False
 _grouped = False  # whether ranks are those of torch's default process group
 _handled: list[int] = []  # signals that end this process
 _AGREES = 5.0  # seconds in which errors that were agreed on reach every rank
-_LOOKS = 5  # in a row, a second apart, that miss a rank: a launcher may still be at its work
 
 
 def start() -> None:
@@ -48,7 +47,7 @@ def start() -> None:
     if mpi.Is_initialized():
         return
     functions, provided = ctypes.CDLL(mpi.__file__), ctypes.c_int()
-    with watchdog.Guarded("the start of MPI"), _none_missing():
+    with watchdog.Guarded("the start of MPI"):
         code = functions.MPI_Init_thread(None, None, library.thread_level(), ctypes.byref(provided))
     for number in _handled:  # again: UCX takes SIGHUP for a command to say all that it does
         signal.signal(number, signal.getsignal(number))
@@ -72,27 +71,6 @@ def _start_group(size: int) -> None:
         dist.init_process_group("gloo")
     _grouped = True
     watchdog.at_the_end(dist.destroy_process_group)
-
-
-@contextlib.contextmanager
-def _none_missing() -> Iterator[None]:
-    """Meanwhile MPI waits for all ranks: where one of this machine has ended, the job ends too."""
-    started = threading.Event()
-
-    def look() -> None:
-        looks = 0
-        while looks < _LOOKS:
-            if started.wait(1.0):
-                return
-            missing = launch.missing()
-            looks = looks + 1 if missing else 0
-        watchdog.speak(f"MPI cannot start: {missing}", 1)
-
-    threading.Thread(target=look, daemon=True).start()
-    try:
-        yield
-    finally:
-        started.set()
 
 
 def commanded() -> bool:

@@ -176,15 +176,6 @@ def siblings() -> dict[int, Process]:
     return found
 
 
-def missing() -> str:
-    """Of the ranks that the launcher of this one has started on this machine, which are left, where that is
-    not all; empty where they are, or nothing tells."""
-    started, left = local_size(), sorted(siblings()) if _name(os.getppid()) in _STARTERS else []
-    if not left or len(left) >= started:
-        return ""
-    return f"of {started} ranks that were started on this machine, {', '.join(map(str, left))} are left"
-
-
 def abort(code: int) -> None:
     """Ask a launcher to end the job with this code, as a process may before MPI starts; else nothing happens.
 
