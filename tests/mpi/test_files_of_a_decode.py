@@ -1,4 +1,5 @@
-"""One plain decode is followed in few files: what it runs of ours, imports and caches apart, is counted."""
+"""One plain decode is followed in few files: what it runs of ours, imports and caches apart, is counted,
+and docs/architecture.md shows each of them."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.mpi
 
 ROOT = Path(treeattn.__file__).resolve().parents[1]
 MOST = 25
+PAGE = (ROOT / "docs/architecture.md").read_text()
 
 
 def ours(path):
@@ -37,4 +39,5 @@ def test_a_decode_runs_few_files(comm):
 
     # On a busy machine a rank may wait so long for another that it looks whether that still runs.
     files = min((files_of_one() for _ in range(10)), key=len)
+    assert [name for name in files if name.removeprefix("treeattn/") not in PAGE] == []
     assert 10 < len(files) <= MOST, " ".join(files)
