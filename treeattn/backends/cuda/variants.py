@@ -111,7 +111,7 @@ def fma_kernel(kv_type: str, head_dim: int, rows: int, tokens: Tokens = ALL_TOKE
     step = _WARPS * (32 // lanes) * _UNROLL
     name = f"partial_attention<{kv_type}, {head_dim}, {tile}{tokens.expression}>"
     merge = merge_kernel(head_dim, tile)
-    return Variant("partial_attention", name, 0, tile, step, step, merge=merge)
+    return Variant("partial_attention", name, 0, tile, step, merge=merge)
 
 
 def merge_kernel(v_dim: int, rows: int) -> str | None:
