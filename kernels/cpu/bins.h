@@ -1,5 +1,5 @@
 /* Records of attention whose bits depend on the set of tokens alone: two bins of whole numbers for every sum. The
- * definition, in NumPy, is treeattn/bins.py; the proof is docs/one-bit-pattern.md. */
+ * definition, in NumPy, is treeattn/bins.py; the proof is docs/exactness.md. */
 #ifndef TREEATTN_BINS_H
 #define TREEATTN_BINS_H
 

@@ -90,7 +90,7 @@ def decode(
         The bits of out and lse are a function of the set of (key, value) that each query sees: not of the
         ranks, the layout or the order of tokens, nor of the batch, other heads, threads, scheme, executor or
         processor. "blocks": also of which 32 positions, from a multiple of 32 on, are a block, which no
-        layout may tear; it costs less. device="cpu" alone. See docs/one-bit-pattern.md.
+        layout may tear; it costs less. device="cpu" alone. See docs/exactness.md.
 
     Returns
     -------
