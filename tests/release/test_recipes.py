@@ -1,4 +1,4 @@
-"""What of `packaging/` runs anywhere; how far the rest was tried stands in docs/packaging.md."""
+"""What of `packaging/` runs anywhere; how far the rest was tried stands in docs/on-your-cluster.md."""
 
 from __future__ import annotations
 
