@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from tests.support.problems import random_qkv
 from tests.support.ranks import raised_by_all
 from tests.support.schedules import star
 from treeattn import CacheFormat, Decoder, Reduction, Rules, Shard, collectives
+from treeattn.decoder.request import INCOMPATIBLE
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 
 pytestmark = pytest.mark.mpi
@@ -210,21 +213,34 @@ def test_ranks_that_scale_differently_are_told(comm):
         Decoder(comm, heads=2, kv_heads=2, head_dim=8, cache=cache)
 
 
-LACKING = {
-    "lets every query see every token": {"rules": Rules(causal=True)},
-    "a paged cache needs another scheme, and groups=1": {"cache": CacheFormat(page_size=16)},
-    "takes q, k and v of one type": {"cache": CacheFormat(dtype="float16"), "dtype": "float32"},
-    "v_dim needs another scheme": {"cache": CacheFormat(v_dim=8), "head_dim": 16, "scale": 1.0},
+#: What a Decoder is planned with so that it has a property of the table.
+ASKED = {
+    "ring": {"scheme": "kv_ring"},
+    "groups": {"groups": 2},
+    "rules": {"rules": Rules(causal=True)},
+    "pages": {"cache": CacheFormat(page_size=16)},
+    "types": {"cache": CacheFormat(dtype="float16")},
+    "v_dim": {"cache": CacheFormat(v_dim=16)},
+    "float64": {"dtype": "float64"},
+    "reproducible": {"reproducible": "tokens"},
+    "sum": {"scheme": "two_allreduce"},
+    "no schedule": {"scheme": "mpi_allreduce"},
+    "slices": {"scheme": "head_scatter"},
+    "whole": {"scheme": "chain"},
+    "replicated": {"output": "replicated"},
+    "heads": {"output": "heads"},
+    "root": {"output": "root"},
 }
+PAIRS = [pair for pair in INCOMPATIBLE if ASKED.keys() >= set(pair)]
 
 
-@pytest.mark.parametrize("said", LACKING)
-@pytest.mark.parametrize("how", ["kv_ring", "query_ring", Reduction(groups=2)])
-def test_ways_that_lack_something_refuse_it(comm, how, said):
-    plan = {"heads": 2, "kv_heads": 2, "head_dim": 8} | LACKING[said]
-    if said == "v_dim needs another scheme" and not isinstance(how, str):
-        Decoder(comm, **plan, scheme=how).close()  # groups of heads take it
-        return
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_what_excludes_each_other_is_refused(comm, pair):
+    assert len(PAIRS) > 15
+    one, other = (ASKED[name] for name in pair)
+    plan = {"heads": 2, "kv_heads": 2, "head_dim": 8, "dtype": "float32", **one, **other}
+    how = Reduction(**{name: plan.pop(name) for name in ("scheme", "groups", "output") if name in plan})
+    said = re.sub(r"\\\{[^}]*\}", ".*", re.escape(INCOMPATIBLE[pair]))
     with pytest.raises(RestrictionError, match=said):
         Decoder(comm, **plan, scheme=how)
 
