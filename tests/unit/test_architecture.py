@@ -114,7 +114,7 @@ def test_every_file_named_on_the_page_exists():
 # int8, memory in large pages, settings for a processor; the GPU's libraries, and how its kernels are built,
 # cut into blocks and given pages.
 ALONE = {
-    "cpu": {"bins", "blocked"},
+    "cpu": {"bins", "blocked", "reproducible"},
     "cuda": {
         "block_table", "cache", "cupy_runtime", "cupy_stopwatch", "driver", "pull", "runtime", "splits",
         "variants",
