@@ -11,7 +11,7 @@ from typing import Any
 class TreeattnError(Exception):
     """The base of every error below: ``except treeattn.TreeattnError`` catches them all."""
 
-    #: Of the ``treeattn`` command: 2 for what its caller can mend on the command line or in a file.
+    #: Exit code of the ``treeattn`` command, 2 where its caller can mend the command line or a file.
     exit_code = 1
 
     def __init__(self, *args: Any) -> None:
