@@ -54,7 +54,8 @@ def table(words: str) -> str:
     for column in filter(None, columns.split("; ")):
         key, _, heading = column.partition(" as ")
         key, is_filter, values = key.partition("=")
-        rows = [row for row in rows if not is_filter or str(_at(row, key)) in values.split(",")]
+        wanted = re.split(",(?! )", values)  # "bfloat16, 4 heads" is one value
+        rows = [row for row in rows if not is_filter or str(_at(row, key)) in wanted]
         shows |= {} if is_filter and not heading else {key: heading or key}
     shows = shows or {key: key for key in rows[0] if key != "source"}
     return _markdown(list(shows.values()), [[_cell(row, key) for key in shows] for row in rows])
