@@ -14,14 +14,10 @@ PAGE = ROOT / "docs/faults.md"
 
 _HEAD = """# Faults
 
-What happens when something breaks, done for real by `tests/faults`: `make faults` does every row and measures
-it, here in {jobs} jobs on 2 cores ({cpu}). A wait for other ranks ends after `TREEATTN_TIMEOUT` seconds,
-{limit} in these jobs and 600 unless set; *gone after* is the longest from the fault to the end of the last
-process, of a program or a file that is read from the start.
-
-Exit codes are those of [the command](commands.md). Whatever ends early tells the others: a failed compile, a
-full disk or a bad file on one rank is one sentence and one exit code on
-all of them, and no limit is waited for.
+What happens when something breaks. `make faults` causes every row for real and measures it, here in {jobs} jobs on
+2 cores ({cpu}). A wait for other ranks ends after `TREEATTN_TIMEOUT` seconds, {limit} in these jobs and 600 by
+default; *gone after* is the longest time from the fault to the end of the last process. A failed compile, a full
+disk or a bad file on one rank gives one message and one [exit code](commands.md) on all of them, at once.
 
 """
 
@@ -40,45 +36,36 @@ def _lines(rows: dict) -> Iterator[str]:
     yield f"Started by {' or '.join(table.LAUNCHERS[:2])}, at a drawn moment of"
     yield f"{', '.join(f'`{name}`' for name in table.TOGETHER)}:"
     yield ""
-    yield "| what happens | one sees on standard error | exit code | gone after | what is kept |"
+    yield "| fault | standard error | exit code | gone after | what is kept |"
     yield "| --- | --- | --- | --- | --- |"
     for fault in table.FAULTS:
         codes = ", ".join(map(str, fault.codes))
         yield f"| {fault.name} | {fault.shown} | {codes} | {_after(rows, fault.name)} | {fault.kept} |"
     yield ""
-    yield "The code is 0 where the rank had nothing left to do; 2, 9 and 15 are the launchers' too. SIGHUP,"
-    yield "as a terminal that closes sends it, ends a command as SIGTERM does, with 129; under nohup it does"
-    yield "not."
-    yield ""
-    yield "A signal that reaches ranks alone gives 130, 143 or 129 by either launcher. Where it reaches Open"
-    yield "MPI's launcher too, that ends with 1 of its own and lets no line of theirs through."
-    yield ""
-    yield "A rank that fails before MPI starts ends the others likewise, and a limit reached then gives 124:"
-    yield "the command asks the launcher to end the job. One that ends before the command begins, as where a"
-    yield "package is missing, is missed by Open MPI's launcher; with MPICH's the others wait for the limit."
+    yield "0 where the rank had nothing left to do; 2, 9 and 15 are the launchers' codes too. SIGHUP ends a"
+    yield "command as SIGTERM does, with 129. Where a signal reaches Open MPI's launcher too, that ends with 1"
+    yield "and lets no line through. A rank that fails before MPI starts ends the others likewise, or at the"
+    yield "limit with 124; MPICH's launcher does not notice one that ends before the command begins."
     yield ""
     yield "## A program"
     yield ""
-    yield f"Rank 1 of 2 comes to grief before each of: {', '.join(table.PHASES)}. It is started by"
-    yield f"{', '.join(table.LAUNCHERS)} (not where cache nodes serve); on emulated nodes that are cut off"
-    yield "by MPICH:"
+    yield f"Rank 1 of 2 fails before each of: {', '.join(table.PHASES)}. Started by"
+    yield f"{', '.join(table.LAUNCHERS)} (not with cache nodes):"
     yield ""
-    yield "| rank 1 | one sees | gone after |"
+    yield "| rank 1 | message | gone after |"
     yield "| --- | --- | --- |"
     for grief in table.GRIEFS:
         yield f"| {grief.name} | {grief.shown} | {_after(rows, grief.name)} |"
     yield ""
-    yield "Those of MPI are started by `python -m mpi4py`, which ends the job when a rank raises. Where plain"
-    yield "`python` starts them, MPI keeps that rank in its end, and the others wait for it until the limit."
-    yield ""
-    yield "Whoever is stopped before `close` or the end of the process leaves the others in `MPI_Finalize`,"
-    yield "which a program of yours calls and which has no limit. The commands call it under theirs."
+    yield "MPI's are started by `python -m mpi4py`, which ends the job when a rank raises; under plain"
+    yield "`python` the others wait until the limit. A rank that is stopped before `close` or its end leaves"
+    yield "the others in `MPI_Finalize`, which has no limit in a program of yours."
     yield ""
     yield "## A file while it is read"
     yield ""
     yield f"At a drawn moment of {', '.join(f'`{name}`' for name in table.READERS)}:"
     yield ""
-    yield "| the file | one sees | exit code | gone after |"
+    yield "| the file | message | exit code | gone after |"
     yield "| --- | --- | --- | --- |"
     for spoiled in table.SPOILED:
         codes = ", ".join(map(str, (0, *spoiled.codes)))
@@ -86,7 +73,7 @@ def _lines(rows: dict) -> Iterator[str]:
     yield ""
     yield "## A disk that is full"
     yield ""
-    yield "`FILE: cannot be written (No space left on device)`, exit code 1, and no file is left there, under"
+    yield "`FILE: cannot be written (No space left on device)`, exit code 1, and no file is left, for"
     names = ", ".join(f"`{name}`" for name in table.WRITERS)
     yield f"every file that a command writes: {names}; and standard output."
     yield ""
@@ -94,7 +81,7 @@ def _lines(rows: dict) -> Iterator[str]:
     yield ""
     yield "The time is that of the longest test, from its start."
     yield ""
-    yield "| what happens | one sees | over after | done by |"
+    yield "| fault | result | over after | test |"
     yield "| --- | --- | --- | --- |"
     for row in table.ELSEWHERE:
         done = f"`tests/{row.test.split('::')[0]}`"
