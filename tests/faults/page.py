@@ -14,9 +14,9 @@ PAGE = ROOT / "docs/faults.md"
 
 _HEAD = """# Faults
 
-What happens when something breaks. `make faults` causes every row for real and measures it, here in {jobs} jobs on
-2 cores ({cpu}). A wait for other ranks ends after `TREEATTN_TIMEOUT` seconds, {limit} in these jobs and 600 by
-default; *gone after* is the longest time from the fault to the end of the last process. A failed compile, a full
+What happens when something breaks. `make faults` causes every row for real and measures it, here in {jobs}
+jobs on 2 cores ({cpu}). A wait for other ranks ends after `TREEATTN_TIMEOUT` seconds, {limit} in these
+jobs and 600 by default; *gone after* is the longest time from the fault to the end of the last process. A failed compile, a full
 disk or a bad file on one rank gives one message and one [exit code](commands.md) on all of them, at once.
 
 """
