@@ -17,7 +17,8 @@ _HEAD = """# Faults
 What happens when something breaks. `make faults` causes every row for real and measures it, here in {jobs}
 jobs on 2 cores ({cpu}). A wait for other ranks ends after `TREEATTN_TIMEOUT` seconds, {limit} in these
 jobs and 600 by default; *gone after* is the longest time from the fault to the end of the last process. A
-failed compile, a full disk or a bad file on one rank gives one message and one [exit code](commands.md) on all of them, at once.
+failed compile, a full disk or a bad file on one rank gives one message and one
+[exit code](commands.md) on all of them, at once.
 
 """
 
@@ -44,8 +45,8 @@ def _lines(rows: dict) -> Iterator[str]:
     yield ""
     yield "0 where the rank had nothing left to do; 2, 9 and 15 are the launchers' codes too. SIGHUP ends a"
     yield "command as SIGTERM does, with 129. Where a signal reaches Open MPI's launcher too, that ends with"
-    yield "1 and lets no line through. A rank that fails before MPI starts ends the others likewise, or at the"
-    yield "limit with 124; MPICH's launcher does not notice one that ends before the command begins."
+    yield "1 and lets no line through. A rank that fails before MPI starts ends the others likewise, or"
+    yield "at the limit with 124; MPICH's launcher does not notice one that ends before the command begins."
     yield ""
     yield "## A program"
     yield ""
