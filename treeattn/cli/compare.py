@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -84,6 +85,8 @@ def command(
     MPI_Allreduce(SUM) of the same bytes; from GPUs the sum of each transport's own library. --cluster
     predicts times beside. The same command again with more --repetitions adds blocks of another run.
     docs/measuring.md says what is timed. Exit code 1: a scheme could not run, or a result is wrong."""
+    if math.isnan(seconds):  # which is in every range
+        raise ArgumentError("--seconds nan is not in the range 0<x<=3600")
     world = options.world()
     named = None if schemes == "all" else given(world, schemes, on_all=False)
     own = {scheme.name: scheme for scheme in named or () if isinstance(scheme, Schedule)}
