@@ -86,13 +86,12 @@ def compare(words: str) -> str:
         rows = summaries(file)
         crossing = len(set(next(iter(rows.values()))["nodes"])) > 1
         where = file.partition(".")[0].partition("_")[2]
-        headings += [f"{where}: µs", "95 % interval", "ratio", "95 % interval"]
+        headings += [f"{where}: µs", "ratio", "95 % interval"]
         headings += ["in a row"] if crossing else []
         for scheme, row in rows.items():
             known = CATALOG.get(scheme)
             cells.setdefault(scheme, []).extend([
                 _us(row["time_us"]),
-                f"{_us(row['low_us'])}\u00a0to\u00a0{_us(row['high_us'])}",
                 f"{row['ratio']:.2f}",
                 f"{row['ratio_low']:.2f}\u00a0to\u00a0{row['ratio_high']:.2f}" if row["ratio_low"] else "-",
             ])  # fmt: skip
