@@ -116,15 +116,20 @@ os.read(reading, 4)
 os.kill(child, signal.SIGKILL)  # mpi4py ends MPI in it, too, and waits for the other ranks
 print(cache.step(0, one, one, one)[0].mean())
 nodes.close()
+try:
+    connect()
+except RuntimeError as error:
+    print(error)
 """
 
 
 def test_a_fork_that_exits_leaves_the_nodes_of_its_parent_alone():
     done = job("-c", FORKS)
     assert done.returncode == 0, done.stderr
-    refused, mean = done.stdout.splitlines()
+    refused, mean, again = done.stdout.splitlines()
     assert refused.startswith("the cache nodes are another process's")
     assert mean == "1.0"
+    assert again.startswith("the cache nodes have ended with nodes.close()")
 
 
 @pytest.mark.parametrize(

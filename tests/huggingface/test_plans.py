@@ -26,6 +26,7 @@ def test_plans_are_those_of_the_last_lengths_and_of_one_token(comm, monkeypatch)
         "Granite", "treeattn", attention_multiplier=0.21
     )  # whose scale no other test has: the kind is new
     cache = huggingface.ShardedKV(model.config, comm, capacity=40)
+    assert repr(cache).endswith(f"rank {comm.rank} of {comm.size}, 0 slots, 0 bytes here)")
 
     def logits(tokens):
         """Of a first chunk, one that comes behind, and a token."""

@@ -238,13 +238,13 @@ class CacheLayer:
                 if v is None
                 else "v is not needed: the values are the first channels of k, pass None"
             )
-        tokens, elements = (*k.shape, 0, 0)[1], self._plan.elements
-        for array, (batch, heads, width) in zip(given, self._rows, strict=True):
+        given = tuple(map(self._plan.device.view, ("k", "v"), given))
+        tokens, elements = (*given[0].shape, 0, 0)[1], self._plan.elements
+        for name, array, (batch, heads, width) in zip(("k", "v"), given, self._rows, strict=False):
             if array.shape != (batch, tokens, heads, width):
                 self._refuse(k, v)
             if array.dtype != elements:
-                name = "k" if array is k else "v"
-                raise ArgumentError(f"{name} is {array.dtype}, the cache holds {elements}")
+                raise ArgumentError(f"{name} is {array.dtype}, the cache holds {self._plan.shape.kv_dtype}")
         return given
 
     def _refuse(self, k: Array, v: Array | None) -> None:

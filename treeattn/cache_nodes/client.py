@@ -21,7 +21,7 @@ from treeattn.cache_nodes.remote_cache import RemoteCache
 from treeattn.cache_nodes.view import Attention, CachePlan
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
-from treeattn.errors import ArgumentError, PeerError
+from treeattn.errors import ArgumentError, PeerError, StateError
 from treeattn.mpi import communicators, job
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def connect(comm: Intracomm | None = None, *, scheme: str | Schedule | None = No
     ------
     ArgumentError
         No nodes, or another rank than 0.
+    StateError
+        Nodes that were started as ``treeattn cache-node``, and closed.
     ScheduleError, RestrictionError
         A scheme that is no tree.
     """
@@ -66,6 +68,10 @@ def connect(comm: Intracomm | None = None, *, scheme: str | Schedule | None = No
     for known in _open:
         if known._link.comm is watched and not known._link.closed:
             return known
+        if known._link.leave and known._link.closed:
+            raise StateError(
+                "the cache nodes have ended with nodes.close(): connect() once, and plan several caches there"
+            )
     if not _open:
         sys.excepthook = functools.partial(_uncaught, sys.excepthook)
     _open[:] = [CacheNodes(watched, scheme)]

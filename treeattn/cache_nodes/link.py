@@ -19,12 +19,14 @@ __all__ = ["Link"]
 
 
 class Link:
-    """Sends what the nodes are to do. busy: whether a step is under way, of which they wait for the rest."""
+    """Sends what the nodes are to do. busy: whether a step is under way, of which they wait for the rest.
+    leave: whether nodes are `treeattn cache-node`, which end with the first that they serve."""
 
     def __init__(self, comm: MpiCommunicator, scheme: str | Schedule | None) -> None:
         """Collective, as `serve` is."""
         self.comm = comm
-        comm.bcast((scheme, job.commanded()))
+        said = comm.allgather((scheme, job.commanded()))
+        self.leave = any(commanded for _, commanded in said[1:])
         self.tree = meet(comm, scheme)
         comm.Split(library.load().UNDEFINED)  # the nodes have a communicator of their own
         self._message = Message()

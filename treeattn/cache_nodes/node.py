@@ -16,7 +16,7 @@ from treeattn.cache_nodes.message import Head, Kind, Message, Part
 from treeattn.cache_nodes.view import Attention, CachePlan, View, per_sequence
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError, TransportError, TreeattnError
-from treeattn.mpi import communicators
+from treeattn.mpi import communicators, job
 from treeattn.mpi.agreement import collectively
 from treeattn.partial import Array
 
@@ -74,7 +74,7 @@ class Node:
     def __init__(self, comm: MpiCommunicator, memory_bytes: int | None) -> None:
         """Collective, as making `CacheNodes` is."""
         self._comm = comm
-        scheme, self.command = comm.bcast(None)
+        scheme, self.command = comm.allgather((None, job.commanded()))[0]
         self.tree = meet(comm, scheme)
         self._nodes = cast("Intracomm", comm.Split(1, comm.rank))
         here = next(group for group in comm.nodes if comm.rank in group)

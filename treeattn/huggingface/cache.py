@@ -80,6 +80,7 @@ class ShardedKV(Cache):
         nodes: bool | CacheNodes = False,
     ) -> None:
         self.nodes: CacheNodes | None = None
+        self.scheme = scheme
         if nodes:
             connected = nodes if isinstance(nodes, CacheNodes) else None
             self.nodes = connected or connect(comm, scheme=scheme)
@@ -126,6 +127,14 @@ class ShardedKV(Cache):
         self.follows = False  # whether the next token comes of `agreed` scores
         follow_rank_0(self.comm, torch.device("cpu"))
         _warn_of_too_many_threads(self.comm)
+
+    def __repr__(self) -> str:
+        shards = [layer.store.shard for layer in self.layers if isinstance(layer, FullAttentionLayer)]
+        held = sum(array.nbytes for shard in shards for array in getattr(shard, "arrays", ()))
+        where = (
+            f"rank {self.comm.rank} of {self.comm.size}, {self.get_seq_length()} slots, {held:,} bytes here"
+        )
+        return f"ShardedKV({self.model_type}, scheme={self.scheme!r}, {where})"
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any

@@ -91,6 +91,7 @@ ROWS = np.zeros((1, 2, HEADS, DIM), np.float32)
         (lambda shard: shard.append(ROWS, ROWS[:, :1]), "alike for k and v"),
         (lambda shard: shard.append(ROWS[..., :4], ROWS[..., :4]), "= [1, any, 2, 8] is needed"),
         (lambda shard: shard.append(ROWS.astype(int), ROWS), "k is int64, the cache holds float32"),
+        (lambda shard: shard.append(ROWS.tolist(), ROWS), "k is a list: pass an array"),
         (lambda shard: shard.append(ROWS, ROWS, [3]), "1 whole numbers from 0 to 2"),
         (lambda shard: shard.append(ROWS, ROWS, [0.5]), "whole numbers"),
         (lambda shard: [shard.append(ROWS, ROWS) for _ in range(3)], "exceed the capacity of 5, for which"),
@@ -114,6 +115,18 @@ def test_what_does_not_fit(call, words):
     (shard,) = caches(1, capacity=5, drafts=1, layout="contiguous")
     with refused(words):
         call(shard)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_tensors_of_torch_are_taken(dtype):
+    """Their types are no types of NumPy's."""
+    torch = pytest.importorskip("torch")
+    (shard,) = caches(1, capacity=5, dtype=dtype)
+    new = torch.arange(32, dtype=getattr(torch, dtype)).reshape(1, 2, HEADS, DIM)
+    shard.append(new, new)
+    assert shard.k[:, :2].astype(float).tolist() == new.tolist()
+    with refused(f"k is float16, the cache holds {dtype}"):
+        shard.append(new.half(), new.half())
 
 
 def test_keeping_nothing_forgets_the_drafts():
