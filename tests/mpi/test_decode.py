@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -26,16 +25,6 @@ REPLICATED = [name for name in SCHEDULES if collectives.build(name, 4).result ==
 def made_up(comm, **shape):
     """(q, whole k, whole v, this rank's run): the same arrays on every rank."""
     return *random_qkv(**shape), own_run(comm, shape["tokens"])
-
-
-def test_bfloat16_as_uint16_gives_the_same_bits(comm):
-    q, k, v, run = made_up(comm, tokens=50, dtype=ml_dtypes.bfloat16)
-    shards = q, np.ascontiguousarray(k[:, run]), np.ascontiguousarray(v[:, run])
-    named = treeattn.decode(*shards, comm=comm)
-    bits = [array.view(np.uint16) for array in shards]
-    raw = treeattn.decode(bits[0], treeattn.Shard(*bits[1:], dtype="bfloat16"), comm=comm)
-    for one, other in zip(named, raw, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_query_of_one_rank_counts(comm):

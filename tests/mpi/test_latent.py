@@ -31,28 +31,6 @@ def assert_exact(comm, q, k, v, out, lse, **rules):
     assert_same_bits(comm, out, lse)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
-@pytest.mark.parametrize(("heads", "tokens"), [(16, 700), (128, 61), (3, 1)])
-def test_latent_heads_are_exact(comm, dtype, heads, tokens):
-    q, k, v, run = made_up(comm, tokens=tokens, heads=heads, dtype=dtype)
-    out, lse = treeattn.decode(q, treeattn.Shard(k[:, run], None, v_dim=512), scale=SCALE, comm=comm)
-    assert_exact(comm, q, k, v, out, lse)
-
-
-@pytest.mark.parametrize("scheme", ["recursive_doubling", "binary_tree", "mpi_allreduce", "head_scatter"])
-def test_every_kind_of_reduction(comm, scheme):
-    q, k, v, run = made_up(comm, tokens=90)
-    output = "heads" if scheme == "head_scatter" else "replicated"
-    how = treeattn.Reduction(scheme, output=output)
-    out, lse = treeattn.decode(q, treeattn.Shard(k[:, run], v_dim=512), scale=SCALE, scheme=how, comm=comm)
-    if output == "heads":
-        parts = comm.allgather((out, lse))
-        out, lse = (
-            np.concatenate(part, axis) for part, axis in zip(zip(*parts, strict=True), (2, 1), strict=True)
-        )
-    assert_exact(comm, q, k, v, out, lse)
-
-
 def test_a_decoder_over_a_growing_cache(comm):
     q, k, v, _ = made_up(comm, tokens=40 * comm.size, dtype=ml_dtypes.bfloat16, batch=2)
     own = np.ascontiguousarray(k[:, comm.rank :: comm.size])
@@ -74,20 +52,6 @@ def test_a_decoder_over_a_growing_cache(comm):
         assert np.array_equal(again[1], lse)
 
 
-def test_rules_hold_for_latent_heads(comm):
-    q, k, v, run = made_up(comm, tokens=200, heads=8)
-    out, lse = treeattn.decode(
-        *(q, treeattn.Shard(k[:, run], v_dim=512)),
-        scale=SCALE,
-        comm=comm,
-        rules=treeattn.Rules(window=(30, 0), softcap=9.0),
-        q_positions=[150],
-    )
-    positions = np.arange(200)
-    seen = ((positions >= 120) & (positions <= 150))[None, None]
-    assert_exact(comm, q, k, v, out, lse, seen=seen, softcap=9.0)
-
-
 @pytest.mark.parametrize(("head_dim", "v_dim"), [(192, 128), (64, 128), (24, 8)])
 def test_values_of_their_own_width(comm, head_dim, v_dim):
     q, k, v, run = made_up(comm, tokens=70, heads=6, kv_heads=3, head_dim=head_dim, v_dim=v_dim, batch=2)
@@ -100,16 +64,6 @@ def test_values_of_their_own_width(comm, head_dim, v_dim):
         if v_dim > head_dim:
             with pytest.raises(ArgumentError, match="v is missing"):
                 decoder(q, k[:, run])
-
-
-def test_values_wider_than_keys_need_no_scale(comm):
-    """They cannot be channels of the keys, whose scale would be another one."""
-    q, k, v, run = made_up(comm, tokens=30, heads=2, kv_heads=2, head_dim=16, v_dim=24)
-    cache = treeattn.CacheFormat(v_dim=24)
-    with treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=16, dtype="float32", cache=cache) as decoder:
-        found = [array.copy() for array in decoder(q, k[:, run], v[:, run])]
-    for one, other in zip(found, treeattn.decode(q, k[:, run], v[:, run], comm=comm), strict=True):
-        assert np.array_equal(one, other)
 
 
 def test_without_a_compiler(comm, monkeypatch):

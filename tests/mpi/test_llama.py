@@ -7,8 +7,6 @@ import importlib
 import itertools
 import os
 import shutil
-import sys
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +21,6 @@ from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, TreeattnError
 from treeattn.files import open_cache
 from treeattn.llama import Llama, Session
-from treeattn.llama import model as model_module
-from treeattn.llama import session as session_module
 from treeattn.llama.drafts import NgramDrafts, draft_tree
 from treeattn.llama.generate import Drafting, generate
 from treeattn.llama.weights import shapes
@@ -116,40 +112,6 @@ def test_a_prompt_of_fewer_tokens_than_ranks(comm, written, weights):
             session.step(5)
     with Session(comm, model, PROMPT[:19], capacity=20) as session:
         assert_logits(session.prefill(), logits)
-
-
-def peak_of_a_prefill(comm, model, tokens):
-    """Bytes that this rank allocates beside its cache."""
-    tracemalloc.start()
-    with Session(comm, model, np.arange(tokens) % 256, capacity=tokens) as session:
-        session.prefill()
-        _, peak = tracemalloc.get_traced_memory()
-        tracemalloc.stop()
-        return peak - session.cache_bytes
-
-
-@pytest.mark.skipif(
-    "coverage" in sys.modules, reason="coverage takes memory of its own, which is counted here"
-)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_prefill_holds_what_a_layer_hands_on_and_no_more(comm, written, weights, monkeypatch, dtype):
-    """No second q, k and v, nor anything of the width of an MLP."""
-    monkeypatch.setattr(model_module, "_BLOCK", 32)
-    model = load(comm, written("grouped_llama3", DTYPES[dtype]), weights)
-    itemsize = DTYPES[dtype].itemsize
-    heads, width, kv = (
-        model.config.heads,
-        model.config.head_dim,
-        model.config.kv_heads * model.config.head_dim,
-    )
-    computed = model.config.hidden_size + heads * width + heads * (width + 2)  # x, attention, records
-    cached = heads * width + 2 * kv  # q, k and v
-    if comm.size > 1:  # records so far, and two blocks of keys and values
-        computed, cached = computed + heads * (width + 2), cached + 4 * kv
-    bytes_of_a_token = 4 * computed + itemsize * cached
-    _, small, large = (peak_of_a_prefill(comm, model, tokens * comm.size) for tokens in (64, 256, 512))
-    tables = 256  # positions, their sines and cosines, intervals
-    assert 256 * bytes_of_a_token <= large - small <= 256 * (bytes_of_a_token + tables)
 
 
 def test_a_callers_messages_stay_the_callers(comm, written, duplicates):
@@ -269,16 +231,6 @@ REFUSED = [
 ]
 
 
-def test_what_cannot_be_continued(comm, tied, weights, monkeypatch):
-    """And nothing stays behind: where trees are refused a decoder would keep its communicator."""
-    model = load(comm, tied, weights)
-    for changes, message in REFUSED:
-        if "drafts" in changes:
-            monkeypatch.setattr(session_module, "Decoder", None)
-        with pytest.raises((ArgumentError, RestrictionError, ScheduleError), match=message):
-            Session(comm, model, **{"prompt": [3], "capacity": 8} | changes)
-
-
 def test_what_is_no_token_of_the_model(comm, tied, weights):
     """NumPy would take the last token for -1, a sharded vocabulary none at all."""
     wrong = ((-1, "token -1"), (256, "token 256"), (1.5, "float64: token numbers are whole"))
@@ -317,20 +269,6 @@ def test_ranks_must_agree(comm, tied, tmp_path):
             Session(comm, **{"model": model, "prompt": [3], "capacity": 8} | changes)
 
 
-def test_a_model_that_is_sharded_over_other_ranks(comm, tied):
-    if comm.size == 1:
-        pytest.skip("one rank has no other ranks")
-    model = Llama(tied, comm)
-    with pytest.raises(ArgumentError, match="sharded over other ranks than the session's"):
-        Session(MPI.COMM_SELF, model, [3], capacity=8)
-    twin = comm.Dup()
-    with Session(twin, model, PROMPT[:9], capacity=9) as session:
-        logits = session.prefill()
-    twin.Free()
-    with Session(comm, Llama(tied), PROMPT[:9], capacity=9) as session:
-        assert_logits(logits, session.prefill())
-
-
 def full(*arguments):
     raise MemoryError("none left")
 
@@ -352,23 +290,6 @@ def test_what_one_rank_fails_at_alone_all_ranks_tell(comm, tied, weights, monkey
                 session.prefill()
         assert kept == []
         session.prefill()
-
-
-def test_a_session_whose_prefill_raised_goes_on_with_no_wrong_token(comm, tied):
-    def on_layer(layer):
-        if layer == 1:
-            raise ValueError("stop")
-
-    with Session(comm, Llama(tied), PROMPT, capacity=320) as session:
-        with pytest.raises(ValueError, match="stop"):
-            session.prefill(on_layer)
-        with pytest.raises(
-            ArgumentError, match="the first layer has 301 tokens in its cache, the last one 0: "
-        ):
-            session.step(5)
-        session.rollback(0)
-        with pytest.raises(ArgumentError, match="the prompt was taken back: make a new session"):
-            session.prefill()
 
 
 def test_what_fails_on_rank_0_alone_fails_on_all(comm, tied):

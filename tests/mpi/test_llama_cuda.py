@@ -15,8 +15,6 @@ from treeattn import Reduction
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.errors import ArgumentError, BackendError, TransportError
 from treeattn.llama import Llama, Session
-from treeattn.llama.drafts import NgramDrafts
-from treeattn.llama.generate import Drafting, generate
 
 pytestmark = [
     pytest.mark.mpi,
@@ -24,8 +22,6 @@ pytestmark = [
     pytest.mark.skipif(MPI.COMM_WORLD.size != 3, reason="models on emulated GPUs run on three ranks"),
 ]
 
-#: As wide as a kernel that there is: nothing is filled up.
-WIDE = {"head_dim": 64}
 #: By whether weights are sharded: what a session takes unless told, through the memory of the host.
 HOST = {True: Reduction("head_scatter", "host"), False: Reduction(transport="host")}
 
@@ -59,24 +55,6 @@ def test_a_prompt_of_fewer_tokens_than_ranks(comm, written, sharded):
     with Session(comm, model, PROMPT[:2], capacity=9, scheme=HOST[sharded]) as session:
         session.prefill()
         assert_logits(session.step(PROMPT[2]), GOLDEN["biases.short"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("draft", "sharded", "changes"), [(False, True, WIDE), (True, True, {}), (True, False, WIDE)]
-)
-def test_tokens_are_those_of_the_cpu(comm, written, draft, sharded, changes):
-    """The text repeats itself, so that drafts are found."""
-    directory, prompt, count = written("biases", **changes), [*PROMPT[:20].tolist()] * 2, 8
-    capacity, drafts = len(prompt) + count, 6 if draft else 0
-    found = {}
-    for device, scheme in (("cpu", None), ("cuda", HOST[sharded])):
-        model = Llama(directory, comm if sharded else None, device=device)
-        drafting = Drafting(drafts, None if comm.rank else NgramDrafts()) if draft else None
-        with Session(comm, model, prompt, capacity=capacity, drafts=drafts, scheme=scheme) as session:
-            found[device] = generate(session, count, drafting=drafting)
-    assert found["cuda"].tokens == found["cpu"].tokens
-    assert found["cuda"].accepted == found["cpu"].accepted
 
 
 @pytest.mark.parametrize("scheme", ["recursive_doubling", "nccl_allreduce"])
@@ -115,16 +93,3 @@ def test_memory_of_a_gpu_that_is_out_on_one_rank_is_told_by_all(comm, written, r
             runtime.empty = full
         with pytest.raises(BackendError, match="out of GPU memory"):
             session.prefill()
-
-
-def test_sharded_weights_go_to_the_gpu_once(comm, written, runtime):
-    """Each rank's own, in float32; a step moves none of them."""
-    directory, moved = written("biases"), []
-    model = Llama(directory, comm, device="cuda")
-    assert model.weight_bytes == Llama(directory, comm).weight_bytes
-    with Session(comm, model, PROMPT[:8], capacity=12, scheme=HOST[True]) as session:
-        token, copy = session.choose(session.prefill()), runtime.copy
-        runtime.copy = lambda into, source: moved.append(into.nbytes) or copy(into, source)
-        session.step(token)
-    assert moved
-    assert max(moved) < 2000  # logits, or the records of all heads; no matrix is that small

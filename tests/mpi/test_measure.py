@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from types import SimpleNamespace
 
@@ -11,10 +10,10 @@ import pytest
 from mpi4py import MPI
 
 from treeattn.collectives.runtime.reducer import ReductionSpec
-from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.errors import RestrictionError
 from treeattn.selection import CATALOG, select
-from treeattn.study.compare import problems, steps
-from treeattn.study.compare.clock import Clock, Offset
+from treeattn.study.compare import steps
+from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.loop import Loop
 from treeattn.study.compare.measure import Bench, Effort
 from treeattn.study.compare.rows import SUM, Key
@@ -46,22 +45,6 @@ def test_clocks_that_differ_are_brought_together(comm):
     assert (found.error > 0) == (wrong > 0)
 
 
-def test_the_fastest_round_trip_is_kept(comm):
-    """Rank 0's clock is scripted, all others stand still at 5; the second of 30 trips is the best: 30 ns."""
-    trips = [70, 30, *[90] * 28]
-
-    def scripted():
-        for trip in itertools.count():
-            yield 1000 * trip
-            yield 1000 * trip + trips[trip % 30]
-
-    now = scripted().__next__ if comm.rank == 0 else lambda: 5
-    found = Clock(comm, now, identity=str(comm.rank)).compare()
-    if comm.rank:
-        before = 30_000 * (comm.rank - 1)
-        assert found[:2] == (before + 1000 + 15 - 5, 15)
-
-
 def test_nobody_enters_before_all_are_ready(comm):
     clock, ready = Clock(comm), []
 
@@ -73,36 +56,6 @@ def test_nobody_enters_before_all_are_ready(comm):
     everyone = comm.gather(ready)
     if times is not None:
         assert (times.instants[:, :, 0].min(0) >= np.array(everyone).max(0)).all()
-
-
-def test_offsets_are_interpolated_and_the_larger_error_counts():
-    """One rank, a clock that advances by 10 with each look and whose offset grows from 0 to 1000."""
-    ticks = itertools.count(0, 10)
-    offsets = iter([Offset(0, 5, 0), Offset(1000, 7, 1000)])
-    clock = SimpleNamespace(now=ticks.__next__, compare=offsets.__next__)
-    loop = Loop(MPI.COMM_SELF, clock, oversubscribed=False)
-    loop._lead = 0  # the scripted clock does not wait
-    times = loop.run([lambda: None], lambda: None, 4)
-    own = times.instants.reshape(-1)
-    assert times.clock_error == 7e-3
-    assert (own % 20 == 0).all()  # a reading t became t + 1000 t / 1000
-    assert (np.diff(own) > 0).all()
-
-
-@pytest.mark.parametrize(("agreement_ms", "most_ms"), [(0.01, 2), (7, 14)])
-def test_the_lead_may_grow_to_twice_what_an_agreement_takes(agreement_ms, most_ms):
-    """One rank whose clock says that each agreement takes so long."""
-    ticks = itertools.count(0, int(1e6 * agreement_ms))
-    clock = SimpleNamespace(now=ticks.__next__, compare=lambda: Offset(0, 0, 0))
-    loop = Loop(MPI.COMM_SELF, clock, oversubscribed=False)
-    loop._adapt_lead(10**9)
-    assert loop.lead == 1000 * most_ms
-
-
-def test_ranks_of_one_machine_read_one_clock(comm):
-    clock = Clock(comm)
-    assert clock.count == 1
-    assert clock.compare()[:2] == (0, 0)
 
 
 def test_loop_notes_every_instant_on_one_clock(comm):
@@ -149,26 +102,6 @@ def test_every_scheme(comm, scheme, what):
     assert point["same_bits"] is (None if select(scheme).row.scattered and comm.size > 1 else True)
 
 
-def test_cold_and_warm_are_different_runs(comm, monkeypatch):
-    """The first call alone is cold; then come those of the block."""
-    runs = []
-    bench = Bench(comm, EFFORT, {})
-    run = bench.loop.run
-
-    def noted(parts, prepare, iterations):
-        runs.append((iterations, run(parts, prepare, iterations)))
-        return runs[-1][1]
-
-    monkeypatch.setattr(bench.loop, "run", noted)
-    key = key_of(comm, "chain")
-    point = bench.block(key, bench.problem(key))
-    assert [n for n, _ in runs] == [1, 3]
-    if comm.rank == 0:
-        (first, warm) = (times.samples() for _, times in runs)
-        assert point["first_us"] == first["completion"][0]
-        assert point["time_us"] == np.median(warm["after_last_entry"])
-
-
 def test_bits_that_differ_between_ranks_are_told(comm):
     bench, key = Bench(comm, EFFORT, {}), key_of(comm, "chain")
     problem = bench.problem(key)
@@ -193,23 +126,6 @@ def test_the_sum_adds_as_many_bytes_as_records_have(monkeypatch, comm, dtype, si
     assert mine.nbytes == total.nbytes == records.size * size == key.record_bytes
     assert operation == MPI.SUM
     assert np.shares_memory(mine, records)
-
-
-def test_more_tokens_than_a_period_and_fewer_than_ranks(comm):
-    for tokens in (1, 2048 * comm.size + 5, 3 * 2048 * comm.size + 5):
-        point = block_of(comm, key_of(comm, "binary_tree", "decode", tokens=tokens, batch=1, queries=1))
-        if comm.rank == 0:
-            assert point["error_out"] <= point["bound_out"]
-
-
-def test_ranks_of_one_machine_share_its_memory(comm, monkeypatch):
-    """Room for the inputs of one rank alone: enough where each has a machine, not where all share one."""
-    key = key_of(comm, "binary_tree")
-    monkeypatch.setattr(problems.environment, "free_memory", lambda: problems._input_bytes(comm, key))
-    problems.check_room(comm, key, range(comm.size))
-    if comm.size > 1:
-        with pytest.raises(ArgumentError, match=f"inputs of {comm.size} ranks take .* their machine has"):
-            problems.check_room(comm, key, [0] * comm.size)
 
 
 def test_a_sweep_goes_on_after_a_scheme_that_fails(comm):

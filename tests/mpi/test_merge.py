@@ -11,6 +11,7 @@ import pytest
 import treeattn
 from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
+from tests.support.drawn import sample
 from tests.support.exporters import Dlpack
 from tests.support.ranks import assert_same_bits, raised_by_all
 from treeattn import collectives
@@ -57,7 +58,7 @@ def assert_whole(comm, got, wanted, tolerance=1e-5):
     np.testing.assert_allclose(got[1], wanted[1], rtol=0, atol=tolerance * 10)
 
 
-@pytest.mark.parametrize("scheme", LEFT_WHOLE)
+@pytest.mark.parametrize("scheme", sample(6, LEFT_WHOLE))
 def test_every_scheme(comm, scheme):
     s, v = scores(comm.size, (2, 3, 72), 5)
     out, lse = (array.astype(np.float32) for array in attend(s[comm.rank], v[comm.rank]))
@@ -80,8 +81,8 @@ def test_the_root_alone_is_given_the_result(comm):
         treeattn.merge(out, lse, comm=comm, scheme=treeattn.Reduction("mpi_allreduce", output="root"))
 
 
-@pytest.mark.parametrize("scheme", ["hierarchical", "ring", "two_allreduce"])
-@pytest.mark.parametrize("shape", [(5,), (3, 5), (1, 2, 3, 4, 1), (2, 300), (3, 0, 2)])
+@pytest.mark.parametrize("scheme", ["ring", "two_allreduce"])
+@pytest.mark.parametrize("shape", [(5,), (1, 2, 3, 4, 1), (2, 300), (3, 0, 2)])
 def test_any_head_dim_and_any_axes(comm, scheme, shape):
     s, v = scores(comm.size, shape, 4)
     out, lse = (np.asarray(array, np.float32) for array in attend(s[comm.rank], v[comm.rank]))
@@ -91,8 +92,9 @@ def test_any_head_dim_and_any_axes(comm, scheme, shape):
     assert_whole(comm, got, whole(s, v))
 
 
-@pytest.mark.parametrize("base", ["e", 2])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16, np.float64])
+@pytest.mark.parametrize(
+    ("base", "dtype"), [("e", np.float32), (2, np.float16), (2, ml_dtypes.bfloat16), ("e", np.float64)]
+)
 def test_bases_and_types(comm, base, dtype):
     s, v = scores(comm.size, (6, 16), 7)
     log = math.log(base) if base == 2 else 1.0
@@ -110,7 +112,7 @@ def test_bases_and_types(comm, base, dtype):
 
 
 @pytest.mark.parametrize(("base", "lse_dtype"), [("e", np.float32), ("e", np.float64), (2, np.float32)])
-@pytest.mark.parametrize("high", [1000.0, 60000.0, -60000.0, 1e-3])
+@pytest.mark.parametrize("high", [60000.0, -1000.0])
 def test_weights_keep_their_digits_at_a_large_lse(comm, base, lse_dtype, high):
     """What the largest float32 of a natural lse is off by would be a relative error of its weight."""
     lse = (high - np.arange(comm.size) * (0.9 if lse_dtype == np.float64 else 1)).astype(lse_dtype)
@@ -121,16 +123,7 @@ def test_weights_keep_their_digits_at_a_large_lse(comm, base, lse_dtype, high):
     np.testing.assert_allclose(got, np.full((1, 4), wanted), rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("lse", [-3e38, -1e30, 1e30, 3e38])
-def test_an_lse_beyond_all_scores_stays_a_number(comm, lse):
-    """Kernels mark what saw nothing by numbers, too."""
-    marks = np.array([lse, 1.0], np.float32)
-    got = treeattn.merge(np.full((2, 4), comm.rank, np.float32), marks, comm=comm, base=2)
-    assert all(np.isfinite(array).all() for array in got)
-
-
-@pytest.mark.parametrize("mark", [-np.inf, np.inf, np.nan])
-@pytest.mark.parametrize("left", [np.nan, 7.0])
+@pytest.mark.parametrize(("mark", "left"), [(-np.inf, np.nan), (np.inf, 7.0), (np.nan, 7.0)])
 def test_what_saw_nothing_counts_nothing(comm, mark, left):
     """The last rank marks head 0 as empty, whatever lies in its out; nobody saw anything of head 1."""
     s, v = scores(comm.size, (3, 8), 4)
@@ -199,17 +192,6 @@ def test_strides_and_arrays_of_other_libraries(comm):
         np.testing.assert_array_equal(got[1], wanted[1])
 
 
-def test_torch_tensors(comm):
-    torch = pytest.importorskip("torch", reason="torch is not installed (the extra `oracle`)")
-    s, v = scores(comm.size, (3, 8), 5)
-    out, lse = (array.astype(np.float32) for array in attend(s[comm.rank], v[comm.rank]))
-    got = treeattn.merge(torch.from_numpy(out).bfloat16(), torch.from_numpy(lse), comm=comm)
-    wanted = treeattn.merge(out.astype(ml_dtypes.bfloat16), lse, comm=comm)
-    assert all(tensor.dtype == torch.float32 for tensor in got)
-    np.testing.assert_array_equal(got[0].numpy(), wanted[0])
-    np.testing.assert_array_equal(got[1].numpy(), wanted[1])
-
-
 @pytest.mark.parametrize("scheme", REFUSED)
 def test_schemes_that_do_not_merge_finished_parts(comm, scheme):
     message = f"{scheme} (leaves each rank a slice|attends while it communicates).*take another scheme"
@@ -257,19 +239,6 @@ def test_what_differs_between_ranks_is_named(comm, mine, message):
         treeattn.Merger(comm, **options)
 
 
-@pytest.mark.parametrize("how", [{"groups": 2}, {"output": "heads"}])
-def test_what_is_for_decoders_alone_is_refused(comm, how):
-    with pytest.raises(treeattn.RestrictionError, match="is for treeattn.Decoder"):
-        treeattn.merge(_out(), _out((2,)), comm=comm, scheme=treeattn.Reduction(**how))
-
-
-def test_a_library_without_an_operator_says_so(comm):
-    with pytest.raises(
-        treeattn.BackendError, match="no compiled MPI operator for head_dim 5.*recursive_doub"
-    ):
-        treeattn.merge(_out((2, 5)), _out((2,)), comm=comm, scheme="mpi_allreduce")
-
-
 @pytest.fixture
 def gpu(comm, nccl_communicators, monkeypatch):
     """An emulated one for each rank, and an NCCL that is made of MPI."""
@@ -289,9 +258,9 @@ def with_an_empty_head(comm):
     return out, lse
 
 
-@pytest.mark.parametrize("scheme", ["hierarchical", "ring"])
-@pytest.mark.parametrize("base", ["e", 2])
-@pytest.mark.parametrize("transport", ["host", "nccl"])
+@pytest.mark.parametrize(
+    ("scheme", "base", "transport"), [("hierarchical", "e", "host"), ("ring", 2, "host"), ("ring", 2, "nccl")]
+)
 def test_a_gpu_gives_the_bits_of_the_processor(comm, gpu, scheme, base, transport):
     out, lse = with_an_empty_head(comm)
     wanted = treeattn.merge(out, lse, comm=comm, scheme=scheme, base=base)
@@ -302,26 +271,3 @@ def test_a_gpu_gives_the_bits_of_the_processor(comm, gpu, scheme, base, transpor
     np.testing.assert_array_equal(got[1], wanted[1])
     if transport == "host" or comm.size == 1:
         assert gpu.launches == (3 if base == 2 else 2)  # pack, finish, and for base 2 lse
-
-
-def test_libraries_merge_parts_of_a_gpu(comm, gpu):
-    out, lse = with_an_empty_head(comm)
-    wanted = treeattn.merge(out, lse, comm=comm)
-    for scheme, transport in (("mpi_allreduce", "host"), ("nccl_allreduce", "nccl")):
-        got = treeattn.merge(
-            out, lse, comm=comm, scheme=treeattn.Reduction(scheme, transport=transport), device="cuda"
-        )
-        np.testing.assert_allclose(got[0], wanted[0], rtol=0, atol=1e-6)
-        np.testing.assert_allclose(got[1], wanted[1], rtol=0, atol=1e-5)
-
-
-def test_what_a_gpu_does_not_merge(comm, gpu):
-    out, lse = with_an_empty_head(comm)
-    with pytest.raises(treeattn.ArgumentError, match="lse is .*NaN in 1 of 12 places"):
-        treeattn.merge(
-            out, lse, comm=comm, device="cuda", scheme=treeattn.Reduction(transport="host"), strict=True
-        )
-    with pytest.raises(treeattn.ArgumentError, match="float32, not float64: use device='cpu'"):
-        treeattn.merge(
-            out.astype(np.float64), lse, comm=comm, device="cuda", scheme=treeattn.Reduction(transport="host")
-        )

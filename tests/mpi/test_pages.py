@@ -102,23 +102,6 @@ def test_a_decoder_whose_sequences_grow_by_pages(comm):
             assert (out.tobytes(), lse.tobytes()) == tuple(array.tobytes() for array in wanted)
 
 
-def test_what_lies_in_unused_pages_and_slots_changes_no_bit(comm):
-    q, _, pool, table = pool_of([50, 21], comm.rank)
-    q = comm.bcast(q)
-    shard = treeattn.Shard(*pool, [50, 21], block_table=table)
-    first = [array.copy() for array in treeattn.decode(q, shard, comm=comm)]
-    used = np.zeros((len(pool[0]), PAGE_SIZE), bool)
-    for row, length in zip(table, (50, 21), strict=True):
-        token = np.arange(length)
-        used[row[token // PAGE_SIZE], token % PAGE_SIZE] = True
-    assert not used.all()
-    for value in (0.0, np.inf):
-        for one in pool:
-            one[~used] = value
-        for array, wanted in zip(treeattn.decode(q, shard, comm=comm), first, strict=True):
-            assert array.tobytes() == wanted.tobytes()
-
-
 def test_a_decoder_takes_pages_if_it_is_planned_for_them(comm):
     one, table = np.ones((1, 1, 1, 8), np.float32), np.zeros((1, 1), np.int32)
     shape = {"heads": 1, "kv_heads": 1, "head_dim": 8, "dtype": "float32"}
@@ -162,14 +145,3 @@ def test_pages_of_other_caches(comm, cache):
             shard = treeattn.Shard(array, values, lengths, block_table=None if page_size is None else table)
             found.append([one.tobytes() for one in decoder(q, shard)])
     assert found[0] == found[1]
-
-
-def test_a_step_of_pages_can_be_taken_apart(comm):
-    q, _, pool, table = pool_of([50, 21], comm.rank)
-    q = comm.bcast(q)
-    shape = {"heads": 4, "kv_heads": 2, "head_dim": 64, "batch": 2, "queries": 2, "dtype": "float32"}
-    with treeattn.Decoder(comm, **shape, cache=treeattn.CacheFormat(page_size=PAGE_SIZE)) as decoder:
-        shard = treeattn.Shard(*pool, [50, 21], block_table=table)
-        once = [one.tobytes() for one in decoder(q, shard)]
-        decoder.begin(q, shard)
-        assert [one.tobytes() for one in decoder.finish()] == once

@@ -36,20 +36,3 @@ def test_a_plan_says_what_a_step_does(comm):
         assert set(said["why"]) == {"scheme", "transport", "executor", "calls"}
         with pytest.raises(dataclasses.FrozenInstanceError):
             decoder.plan.transport = "nccl"
-
-
-def test_a_plan_says_what_was_asked_for(comm):
-    how = treeattn.Reduction("recursive_doubling", executor="mpi")
-    with treeattn.Decoder(comm, **SHAPE, scheme=how) as decoder:
-        assert sections(decoder)["why"]["executor"] == "as asked for"
-        assert sections(decoder)["why"]["scheme"] == "as asked for"
-    with treeattn.Decoder(comm, **SHAPE) as decoder:
-        assert sections(decoder)["why"]["scheme"] == "what ranks of one node take"
-
-
-def test_where_there_is_no_schedule_a_plan_says_so(comm):
-    for scheme in ("mpi_allreduce", "kv_ring"):
-        with treeattn.Decoder(comm, **SHAPE, scheme=scheme) as decoder:
-            said = sections(decoder)
-            assert said["stages"]["reduce"] == f"{scheme} over mpi"
-            assert list(said["messages that this rank sends in a step"]) == ["unknown"]

@@ -114,12 +114,6 @@ def test_what_is_wrong_on_one_rank_is_raised_by_all(comm, call, changes, message
     raises(comm, call, message, **changes if last else {})
 
 
-def test_pages_that_are_wrong_on_one_rank_are_told_by_all_under_rules_too(comm):
-    for call, changes, message in ON_ONE_RANK:
-        if call == "pages":
-            raises(comm, call, message, causal=True, **changes if comm.rank == comm.size - 1 else {})
-
-
 EVERYWHERE = [
     (
         {"scheme": "binary_three"},

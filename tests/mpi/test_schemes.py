@@ -11,6 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import treeattn
+from tests.support.drawn import sample
 from tests.support.problems import assert_exact, random_qkv
 from tests.support.ranks import assert_same_bits, own_run
 from tests.support.schemes import Way, assert_equal, copies
@@ -92,16 +93,6 @@ def test_ranks_without_tokens_are_ordinary(way, tokens, dtype):
             check_shards(way, tokens, dtype)
     else:
         check_shards(way, tokens, dtype)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, BFLOAT16, np.float64])
-@pytest.mark.parametrize("tokens", [0, 1, 3, 257])
-@pytest.mark.parametrize(
-    "scheme",
-    [pytest.param("recursive_doubling", marks=pytest.mark.many_ranks), "kv_ring", "head_all_to_all"],
-)
-def test_every_type_over_any_number_of_tokens(comm, scheme, tokens, dtype):
-    check_shards(Way(comm, scheme), tokens, dtype)
 
 
 def test_hostile_values(any_way):
@@ -224,8 +215,7 @@ def test_steps_of_several_decoders_stay_apart(way):
     assert received[0] == (comm.rank - 1) % comm.size
 
 
-def test_halves_give_the_bits_of_a_whole_step(any_way):
-    way = any_way
+def test_halves_give_the_bits_of_a_whole_step(way):
     own = own_run(way.comm, 37)
     with way.planned(heads=8, batch=2, head_dim=16) as decoder:
         for seed in range(3):
@@ -261,7 +251,7 @@ def test_closing_ends_a_step_in_flight(way):
         decoder.begin(*random_qkv(10))
 
 
-@pytest.mark.parametrize("scheme", [*collectives.names("schedule"), "mpi_allreduce"])
+@pytest.mark.parametrize("scheme", sample(6, [*collectives.names("schedule"), "mpi_allreduce"]))
 def test_test_brings_a_step_to_its_end(comm, scheme):
     """All rounds, since every rank keeps calling; finish then waits for nobody."""
     q, k, v = random_qkv(12 * comm.size)

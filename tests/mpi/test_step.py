@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ from mpi4py import MPI
 
 import treeattn
 from treeattn import TransportError, collectives
-from treeattn.backends.cpu import MergeOperator, NullOperator
+from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives.executors import compiled, mpi_messages, slots
 from treeattn.collectives.runtime.communicator import Process
 from treeattn.collectives.runtime.reducer import ReductionSpec
@@ -74,14 +73,6 @@ def interrupted(step):
         step()
 
 
-def test_a_null_operator_merges_nothing(comm):
-    """Rank 0 is the root, to which nothing is copied."""
-    buffer, schedule = np.full((4, 18), comm.rank, np.float32), collectives.build("binary_tree", comm.size)
-    with compiled.plan(ReductionSpec(comm, NullOperator(16), buffer), schedule) as step:
-        step()
-    np.testing.assert_array_equal(buffer, 0)
-
-
 def test_all_ranks_take_the_fastest_that_all_can_have(comm, monkeypatch):
     with treeattn.Decoder(comm, **HEADS) as decoder:
         assert decoder.executor == ("slots" if shared(comm) else "program")
@@ -105,16 +96,6 @@ def test_all_ranks_take_the_fastest_that_all_can_have(comm, monkeypatch):
 def warned(comm, match):
     """On rank 0."""
     return contextlib.nullcontext() if comm.rank else pytest.warns(RuntimeWarning, match=match)
-
-
-def test_an_unknown_binary_interface_is_said_in_one_line(comm, monkeypatch):
-    monkeypatch.setattr(
-        mpi_messages, "problem", lambda: "the binary interface of this MPI library is unknown"
-    )
-    with warned(comm, "Python runs every round, since rank 0: .* is unknown"):
-        decoder = treeattn.Decoder(comm, **HEADS)
-    assert decoder.executor == "mpi"
-    decoder.close()
 
 
 def test_this_library_is_known():
@@ -176,18 +157,6 @@ def test_ctrl_c_ends_a_wait(comm, waits_for):
     stuck.__exit__(KeyboardInterrupt)
 
 
-def test_who_waits_for_long_on_shared_cores_sleeps(comm):
-    """A rank that yields instead takes all of a core; what else runs there only makes it less."""
-    with over_memory(comm) as step:
-        comm.Barrier()
-        began, spent = time.monotonic(), time.process_time()
-        if comm.rank == 0:
-            time.sleep(0.3)
-        step()
-        spent, took = time.process_time() - spent, time.monotonic() - began
-    assert comm.size < 3 or spent < took / 2
-
-
 def test_messages_of_the_caller_move_while_flags_are_awaited(comm):
     """Rank 1 comes to the step only when rank 0, which waits there, has taken a large message from it."""
     large = np.zeros(1 << 22, np.uint8)
@@ -214,16 +183,6 @@ def test_a_rank_that_has_ended_is_named(comm):
             step()
     comm.Barrier()
     step.__exit__(TransportError)
-
-
-def test_a_child_is_not_taken_for_alive_when_it_is_a_zombie():
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    owner = Process.of(child.pid)
-    assert not owner.ended
-    child.stdin.close()
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has fetched its code
-    assert owner.ended
-    child.wait()
 
 
 @pytest.mark.parametrize("fails", ["memfd_create", "posix_fallocate", "opened", "token"])
@@ -294,12 +253,6 @@ def in_a_fork(call):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_after_a_fork_a_step_is_refused(comm):
-    with over_memory(comm) as step:
-        assert in_a_fork(step) == 7
-        step()
-
-
 def test_a_step_that_began_before_a_fork_ends_in_one_process(comm):
     """The child's flags and messages would be the parent's."""
     with over_memory(comm) as reducer:
@@ -308,10 +261,3 @@ def test_a_step_that_began_before_a_fork_ends_in_one_process(comm):
         assert in_a_fork(reducer.test) == 7
         assert in_a_fork(reducer.close) == 2
         reducer.wait()
-
-
-def test_fewer_records_than_ranks_of_a_scattered_schedule(comm):
-    """Ranks that could be steps ahead of others wait for their readers."""
-    few = {"heads": 1, "kv_heads": 1, "head_dim": 16}
-    with treeattn.Decoder(comm, **few, scheme=treeattn.Reduction("head_scatter", output="heads")) as decoder:
-        assert (decoder.executor == "slots") is shared(comm)

@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 
 import treeattn
-from tests.emulator.raw_module import compiler_problem
-from tests.emulator.runtime import EmulatorRuntime
 from tests.support.ranks import assert_same_bits, raised_by_all
 from tests.support.token_trees import DTYPES, Case
 from treeattn import reference
-from treeattn.backends.cuda import cupy_runtime
 from treeattn.token_tree import (
     TokenTree,
     Verifier,
@@ -92,26 +89,6 @@ def test_pads_change_no_bit(comm, dtype, poison):
     assert not out[~tree.real].any()
 
 
-def test_a_chain_is_causal_and_one_node_is_a_decode_step(comm):
-    case = Case.draw(4, comm.size)
-    k, v, lengths = case.shard(comm.rank)
-    batch, _, kv_heads, head_dim = k.shape
-    draft = np.random.default_rng(0).standard_normal((3, batch, 1, kv_heads, head_dim)).astype(k.dtype)
-    out, lse = verify(
-        *(draft[0], k, v, draft[1], draft[2]), TokenTree.chain([[1]] * batch), comm=comm, lengths=lengths
-    )
-    longer = [np.zeros((batch, k.shape[1] + (comm.rank == 0), kv_heads, head_dim), k.dtype) for _ in range(2)]
-    for row, length in enumerate(lengths):
-        for whole, shard, last in zip(longer, (k, v), draft[1:], strict=True):
-            whole[row, :length] = shard[row, :length]
-            if comm.rank == 0:
-                whole[row, length] = last[row, 0]
-    wanted, wanted_lse = treeattn.decode(draft[0], *longer, comm=comm, lengths=lengths + (comm.rank == 0))
-    tolerance = 1e-12 if k.dtype == np.float64 else 1e-5
-    np.testing.assert_allclose(out, wanted, atol=tolerance)
-    np.testing.assert_allclose(lse, wanted_lse, atol=tolerance)
-
-
 @pytest.mark.parametrize("scheme", ["binary_tree", "recursive_doubling"])
 def test_the_message_is_the_records_alone(comm, scheme):
     """However long the context is; and nothing else is sent in a step."""
@@ -121,25 +98,6 @@ def test_the_message_is_the_records_alone(comm, scheme):
         sent = verifier.decoder.sent
     wanted = {nodes * heads * (head_dim + 2) * 4} if comm.size > 1 else set()
     assert {size for _, size in sent} == wanted
-
-
-@pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
-def test_the_kernels_of_gpus_verify_too(comm, monkeypatch):
-    """On the emulator, records by way of the host."""
-    monkeypatch.setattr(cupy_runtime, "current", EmulatorRuntime)
-    for turn, owner in enumerate(OWNERS):
-        case = Case.draw(50 + turn, comm.size, ("float32",), (64,))
-        k, v, lengths = case.shard(comm.rank)
-        out, lse = verify(
-            *(case.q, k, v, case.draft_k, case.draft_v, case.tree),
-            comm=comm,
-            lengths=lengths,
-            owner=owner_of(owner, case, comm),
-            device="cuda",
-            scheme=treeattn.Reduction(transport="host"),
-        )
-        case.check(out, lse)
-        assert_same_bits(comm, out, lse)
 
 
 def model(seed, batch, vocabulary, positions, shape):

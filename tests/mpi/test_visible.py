@@ -64,18 +64,6 @@ def test_a_sink_counts_once_whatever_the_number_of_ranks(comm):
     np.testing.assert_allclose(lse[0, :, 0], logits, rtol=1e-7)
 
 
-def test_what_nobody_may_see_changes_no_bit(comm):
-    _, given = shards(comm, causal=True, window=(9, 0), leading=2)
-    first = [array.copy() for array in treeattn.decode(**arguments.call(**given))]
-    total = comm.allreduce(given["k"].shape[1])
-    begin = comm.exscan(given["k"].shape[1]) or 0
-    for s in range(2, total - 10):
-        if begin <= s < begin + given["k"].shape[1]:
-            given["k"][:, s - begin], given["v"][:, s - begin] = np.nan, np.inf
-    for got, wanted in zip(treeattn.decode(**arguments.call(**given)), first, strict=True):
-        assert got.tobytes() == wanted.tobytes()
-
-
 @pytest.mark.parametrize("rules", [{"causal": True}, {"causal": True, "window": (16, None), "leading": 4}])
 def test_a_planned_decoder_over_a_cache_that_grows(comm, rules):
     """Interleaved: token t lies on rank t mod p, whatever the length; decode() is told the positions."""
@@ -103,54 +91,6 @@ def test_a_planned_decoder_over_a_cache_that_grows(comm, rules):
             seen = reference.seen(np.arange(total), [[total - 1]], **rules)
             wanted, _ = reference.attention(q, k[:, :total], v[:, :total], scale=0.125, seen=seen)
             np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
-
-
-def test_a_mask_may_come_to_a_decoder_without_rules(comm):
-    """The last rank holds two drafts in its shard; a step with a mask, then one without."""
-    (q, k, v), given = shards(comm)
-    own = given["k"].shape[1]
-    last = comm.rank == comm.size - 1
-    seen = np.array([[[True, False]]])
-    with treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=64, dtype="float32") as decoder:
-        out, _ = decoder(q, given["k"], given["v"], mask=seen if last and own >= 2 else None)
-        wanted, _ = reference.attention(*(q, k, v), scale=0.125, seen=(np.arange(60) != 59)[None, None])
-        np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
-        out, _ = decoder(q, given["k"], given["v"])
-        wanted, _ = reference.attention(q, k, v, scale=0.125)
-        np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
-
-
-def test_rows_padded_on_the_left_begin_where_each_call_says(comm):
-    """A decoder without rules, a cache that grows: the same as each sequence alone."""
-    rng = np.random.default_rng(5)
-    q = rng.standard_normal((3, 1, 2, 64)).astype(np.float32)
-    k, v = (rng.standard_normal((3, 40, 2, 64)).astype(np.float32) for _ in "kv")
-    own = [np.ascontiguousarray(whole[:, comm.rank :: comm.size]) for whole in (k, v)]
-    with treeattn.Decoder(
-        comm,
-        heads=2,
-        kv_heads=2,
-        head_dim=64,
-        batch=3,
-        dtype="float32",
-        cache=treeattn.CacheFormat(positions="interleaved"),
-    ) as decoder:
-        for begins in ([0, 5, 39], [7, 0, 40], None):
-            out, lse = decoder(q, *own, begins=begins)
-            for row, begin in enumerate(begins or [0, 0, 0]):
-                one = slice(row, row + 1)
-                wanted, _ = reference.attention(q[one], k[one, begin:], v[one, begin:], scale=0.125)
-                np.testing.assert_allclose(out[one], wanted, rtol=0, atol=1e-5)
-                assert np.isneginf(lse[one]).all() == (begin == 40)
-
-
-def test_begins_ask_for_positions(comm):
-    one = np.ones((1, 1, 1, 8), np.float32)
-    with (
-        treeattn.Decoder(comm, heads=1, kv_heads=1, head_dim=8, dtype="float32") as decoder,
-        pytest.raises(ArgumentError, match="positions are not known"),
-    ):
-        decoder(one, one, one, begins=[0])
 
 
 def test_positions_that_the_decoder_cannot_know_are_asked_for(comm):

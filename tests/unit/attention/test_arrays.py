@@ -49,15 +49,6 @@ def test_bfloat16_which_numpy_has_no_word_for() -> None:
     np.testing.assert_array_equal(view.view(np.uint16), bits)
 
 
-def test_read_only_arrays() -> None:
-    array = some()
-    array.flags.writeable = False
-    assert on_host("q", array) is array
-    np.testing.assert_array_equal(on_host("q", Dlpack(array)), array)
-    with pytest.raises(ArgumentError, match="^q cannot be taken as it is: .*read"):
-        on_host("q", Old(array))  # NumPy: nothing tells an old consumer not to write
-
-
 @pytest.mark.parametrize("exporter", EXPORTERS)
 def test_a_view_keeps_the_memory(exporter: Any) -> None:
     class Memory(np.ndarray):
@@ -135,17 +126,6 @@ def test_an_array_that_says_where_it_lies_is_not_taken_again() -> None:
     assert first[2] is v
 
 
-@pytest.mark.parametrize("exporter", [Dlpack, Interface])
-def test_a_growing_cache_behind_one_object_is_seen(exporter: Any) -> None:
-    """A class of the user's own that hands out other memory as it grows: the old must not be read."""
-    containers = Containers(on_host, RESULTS)
-    cache = exporter(some((1, 4, 1, 8)))
-    containers.take(cache, cache, cache)
-    longer = some((1, 9, 1, 8))
-    cache.__init__(longer)
-    np.testing.assert_array_equal(containers.take(cache, cache, cache)[1], longer)
-
-
 def test_an_object_that_was_given_other_memory_is_asked_again() -> None:
     class Movable(Dlpack):
         """As torch tensors: set_, resize_ and an assignment to .data change what lies behind."""
@@ -196,20 +176,6 @@ def test_results_come_back_in_kind() -> None:
     assert not np.shares_memory(lse.array, RESULTS[1])
 
 
-def test_kinds_may_change_from_step_to_step() -> None:
-    results = (RESULTS[0].copy(), RESULTS[1].copy())
-    containers = Containers(on_host, results)
-    for like in (Immutable(some()), some(), Immutable(some()), Dlpack(some())):
-        containers.take(like, some(), some())
-        results[0][...] += 1
-        out, _ = containers.give()
-        assert isinstance(out, Immutable if isinstance(like, Immutable) else np.ndarray)
-        np.testing.assert_array_equal(getattr(out, "array", out), results[0])
-    kept, _ = give(results, Immutable(some()))
-    results[0][...] += 1
-    assert (kept.array == results[0] - 1).all()
-
-
 def test_torch() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed (the extra `oracle`)")
     tensor = torch.arange(24, dtype=torch.float32).reshape(1, 2, 3, 4)
@@ -223,16 +189,3 @@ def test_torch() -> None:
     out, lse = give(RESULTS, torch.nn.Parameter(tensor.detach()))
     assert type(out) is torch.Tensor
     assert (out.data_ptr(), lse.data_ptr()) == tuple(array.ctypes.data for array in RESULTS)
-
-
-def test_jax() -> None:
-    jax = pytest.importorskip("jax", reason="JAX is not installed")
-    array = jax.numpy.arange(8, dtype=jax.numpy.bfloat16)
-    assert on_host("q", array).tolist() == list(range(8))
-    results = (np.zeros(1 << 16, np.float32), np.zeros(4, np.float32))
-    containers = Containers(on_host, results)
-    containers.take(array, array, array)
-    kept = containers.give()
-    for array in results:
-        array[...] = 1
-    assert all(isinstance(array, jax.Array) and float(array.sum()) == 0 for array in kept)

@@ -80,16 +80,3 @@ def test_pages_that_no_query_sees_may_be_gone() -> None:
     visible.update(Runs([(0, 1, 40)]), 40, [33], [20, 22], np.ones((1, 2, 2), bool))
     with pytest.raises(ArgumentError, match=r"block_table\[0, 7\] is -1"):
         check(table, [33], 8, visible)
-
-
-def test_pages_between_what_queries_see_may_be_gone() -> None:
-    """Two queries far apart: what lies between their windows is neither read nor looked at."""
-    visible = MaskTables(Rules(causal=True, window=(3, None)), 1, 2)
-    visible.update(Runs([(0, 1, 40)]), 40, [40], [4, 38])
-    table = np.array([[7, 0, 99, 99, -5, 7, 7, 7, 1, 2]])
-    check(table, [40], 8, visible)
-    for entry in (0, 1, 8, 9):
-        broken = table.copy()
-        broken[0, entry] = -1
-        with pytest.raises(ArgumentError, match=rf"block_table\[0, {entry}\] is -1"):
-            check(broken, [40], 8, visible)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,7 +9,7 @@ from tests.support.drawn import examples
 from treeattn import reference
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables, words_of
-from treeattn.attention.positions import MAX_POSITION, Runs, as_runs, check_owners, interleaved
+from treeattn.attention.positions import MAX_POSITION, as_runs, check_owners
 from treeattn.errors import ArgumentError
 from treeattn.shards import parse_layout
 
@@ -57,12 +55,6 @@ def test_ways_to_say_positions(given, positions):
     assert runs != positions
 
 
-def test_ranks_take_turns_up_to_the_last_position():
-    runs = interleaved(2, 3)
-    assert runs.positions(0, 3).tolist() == [2, 5, 8]
-    assert MAX_POSITION - 6 < runs.end <= MAX_POSITION
-
-
 SLICE, ASCEND = "a slice needs an end, and a step above 0", "must ascend"
 
 
@@ -82,11 +74,6 @@ SLICE, ASCEND = "a slice needs an end, and a step above 0", "must ascend"
 def test_what_are_no_positions(given, message):
     with pytest.raises(ArgumentError, match=message):
         as_runs(given)
-
-
-def test_blocks_with_gaps_are_a_run_each():
-    blocks = np.concatenate([np.arange(start, start + 32) for start in (0, 32, 256, 384)])
-    assert as_runs(blocks).table[:, 1:].tolist() == [[0, 1, 64], [256, 1, 32], [384, 1, 32]]
 
 
 @examples(100)
@@ -131,18 +118,6 @@ def test_a_position_of_two_ranks_is_found(ours, theirs):
     assert int(str(raised.value).split()[-1]) in both
 
 
-def test_runs_of_all_small_steps_meet_where_they_do():
-    for a, b, s, t in itertools.product(range(5), range(5), (1, 2, 3, 4, 6), (1, 2, 3, 4, 6)):
-        both = sorted({*range(a, a + 5 * s, s)} & {*range(b, b + 4 * t, t)})
-        everyone = [Runs([(a, s, 5)]), Runs([(b, t, 4)])]
-        said = ""
-        try:
-            check_owners(everyone)
-        except ArgumentError as error:
-            said = str(error)
-        assert said == (f"ranks 0 and 1 both claim position {both[0]}" if both else "")
-
-
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
@@ -164,15 +139,6 @@ def test_bad_rules(rules, message):
         Rules.of(Rules(**rules), 2)
 
 
-def test_queries_of_which_nobody_asks_where_they_stand():
-    tables = MaskTables(Rules(), 1, 2)
-    tables.update(as_runs(range(9)), 9, None, [3, 4])
-    tables.update(as_runs(range(9)), 9)
-    assert tables.q_positions.tolist() == [[0, 0]]
-    with pytest.raises(ArgumentError, match="rules must be a treeattn.Rules"):
-        Rules.of({"causal": True}, 2)
-
-
 def test_rules_are_kept_in_one_form():
     given, runs = Rules(window=(2, 0), leading=1), as_runs([0, 2, 4, 6])
     assert Rules.of(given, 2) is given
@@ -191,21 +157,6 @@ def test_rules_are_kept_in_one_form():
         True,
         True,
     ]
-
-
-def test_words_of_a_mask():
-    mask = np.zeros((1, 1, 40), bool)
-    mask[0, 0, [0, 5, 33]] = True
-    assert words_of(mask).tolist() == [[[0b100001, 0b10]]]
-
-
-def test_drafts_are_the_last_valid_tokens():
-    tables = MaskTables(Rules(causal=True), 2, 1)
-    tables.update(Runs([(0, 1, 10)]), 12, [9, 12], [[8], [9]], mask=np.ones((2, 1, 3), bool))
-    assert tables.draft_begins.tolist() == [6, 9]
-    assert tables.intervals[:, 0, 3].tolist() == [6, 9]
-    with pytest.raises(ArgumentError, match="must lie between 3"):
-        tables.update(Runs([(0, 1, 10)]), 12, [2, 12], [[8], [9]], mask=np.ones((2, 1, 3), bool))
 
 
 DRAWN_LENGTHS = st.lists(st.integers(0, 12), min_size=2, max_size=2)

@@ -14,7 +14,7 @@ import pytest
 from tests.support.drawn import sample
 from tests.support.partials import own_part, partials
 from tests.support.reducer_contract import OPERATOR
-from tests.support.virtual_node import OneSet, virtual_node
+from tests.support.virtual_node import virtual_node
 from treeattn.backends.cpu import compiled_kernels_problem
 from treeattn.collectives import build, names, to_root
 from treeattn.collectives.executors import loopback
@@ -91,9 +91,3 @@ def test_a_relaxed_order_is_reported(tmp_path, order):
     code, said = run(weak, tmp_path / "programs", build("recursive_doubling", 4))
     assert code != 0
     assert "data race" in said
-
-
-def test_one_set_of_slots_is_reported(twin, tmp_path):
-    code, said = run(twin, tmp_path / "programs", build("recursive_doubling", 4), slots=OneSet)
-    assert code != 0
-    assert "data race" in said or "result 3" in said

@@ -108,11 +108,6 @@ def test_arrays_become_addresses_counts_and_the_stream(monkeypatch: pytest.Monke
     ]
 
 
-def test_what_lacks_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, available=False)
-    assert "treeattn[nccl12]" in str(nccl.problem())
-
-
 def test_a_cupy_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     use(monkeypatch)
     monkeypatch.setitem(sys.modules, "cupy.cuda", None)
@@ -127,15 +122,6 @@ def test_a_refusal_says_where_to_learn_more(monkeypatch: pytest.MonkeyPatch) -> 
     nccl._library.cache_clear()
     with pytest.raises(TransportError, match="cannot connect 1 ranks: NCCL_ERROR_INVALID_USAGE.*NCCL_DEBUG"):
         nccl.connect(ONE, STREAM)
-
-
-def test_what_breaks_meanwhile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch)
-    nccl.connect(ONE, STREAM).check()
-    nccl._library.cache_clear()
-    use(monkeypatch, broken=NcclError("NCCL_ERROR_REMOTE_ERROR"))
-    with pytest.raises(TransportError, match="broke off: NCCL_ERROR_REMOTE_ERROR.*NCCL_DEBUG"):
-        nccl.connect(ONE, STREAM).check()
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from tests.support.program_model import Model, Stuck, programs
 from tests.support.reducer_contract import HEAD_DIM, OPERATOR, plain, promised, wanted
 from tests.support.schedules import Case, cases
 from treeattn.collectives import Schedule, Transfer, build, check
-from treeattn.collectives.program import LANDING, OWN, Await, Copy, Fold, Publish, Send, in_place
+from treeattn.collectives.program import LANDING, OWN, Await, Copy, Fold, Publish, Send
 
 TWO_NODES = ((0, 1), (2, 3))
 
@@ -91,13 +91,6 @@ def test_a_round_that_does_not_wait_for_its_messages_is_seen(scheme):
     assert in_some_order(case, careless)
 
 
-def test_schemes_for_nodes_exchange_once_between_two_nodes():
-    nodes = ((0, 1, 2), (3, 4, 5))
-    for scheme, ranks in (("hierarchical", {0, 3}), ("split_rail", set(range(6)))):
-        exchanges = [len(program.exchanges) for program in programs(on_nodes(scheme, nodes, 6))]
-        assert exchanges == [int(rank in ranks) for rank in range(6)]
-
-
 def test_what_leaves_in_one_round_is_published_once():
     """Two runs of records: who reads the first must not see the number before the second is copied."""
     gather = (Transfer(0, 1, range(1)), Transfer(0, 1, range(2, 3)), Transfer(1, 0, range(1, 2)))
@@ -105,18 +98,6 @@ def test_what_leaves_in_one_round_is_published_once():
     program = programs(plain(Schedule("own", 2, 3, (gather, back)), 2, 3))[0]
     kinds = [type(i) for i in program.instructions if i.round == 1]
     assert kinds == [Copy, Copy, Publish, Await, Fold]
-
-
-def test_messages_of_a_fold_land_where_it_takes_two_merges():
-    """Of many sources each: those in front of the own records, then all others, side by side."""
-    for scheme in ("all_gather_merge", "recursive_multiplying:factors=7"):
-        alone = tuple((rank,) for rank in range(7))
-        for rank, program in enumerate(programs(Case(build(scheme, 7), alone, 7, 1, 0))):
-            (fold,) = (i for i in program.instructions if isinstance(i, Fold))
-            merges = in_place(fold)
-            assert len(merges) == (1 if rank < 2 else 2)
-            for _, others in merges:
-                assert [other.stop for other in others[:-1]] == [other.first for other in others[1:]]
 
 
 def test_a_copy_lands_in_its_place_unless_that_leaves_in_the_round():

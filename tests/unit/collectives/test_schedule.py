@@ -90,16 +90,6 @@ def test_json_written_by_hand_is_told_the_key_and_the_remedy(change, words):
             Schedule.from_json(json.dumps({name: value for name, value in whole.items() if name != key}))
 
 
-def test_json_needs_no_columns_and_takes_true_for_1():
-    pair = Schedule("pair", 2, 1, PAIR)
-    data = json.loads(pair.to_json())
-    del data["transfer"]
-    for round_ in data["rounds"]:
-        for row in round_:
-            row[4] = bool(row[4])
-    assert Schedule.from_json(json.dumps(data)) == pair
-
-
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", "{", "[" * 100_000])
 def test_text_that_is_not_a_schedule_is_refused(text):
     with pytest.raises(ScheduleError, match="not the JSON of a schedule"):

@@ -19,13 +19,6 @@ def test_two_places_that_differ_share_the_budget():
     assert NgramDrafts(longest=1)(text, 1, 9) == [[2]]
 
 
-def test_a_text_that_grows_is_known_from_where_it_was():
-    grown, tokens = NgramDrafts(), [1, 2, 3, 1]
-    for token in (2, 3, 7, 1, 2, 3):
-        tokens.append(token)
-        assert grown(tokens, 4, 4) == NgramDrafts()(tokens, 4, 4)
-
-
 def test_a_tree_has_the_last_token_as_its_root():
     tree = draft_tree(7, [[1, 2], [1, 3]], 6)
     assert (tree.nodes, tree.lengths.tolist()) == (6, [4])

@@ -13,7 +13,6 @@ from mpi4py import MPI
 from safetensors.numpy import load_file, save_file
 
 from tests.support.models import LLAMA3, PROMPT, write_model
-from treeattn.backends.cpu.device import Cpu
 from treeattn.errors import ArgumentError
 from treeattn.llama import Llama, Rope, Session, read_config
 from treeattn.llama import model as model_module
@@ -85,23 +84,6 @@ def test_wrong_arithmetic_is_caught_by_the_logits(tmp_path, monkeypatch, where, 
     assert error_of("grouped_llama3", path) > 2e-4
 
 
-@pytest.mark.parametrize("most", [1, 7, 300])
-def test_a_device_may_take_few_queries_at_once(tmp_path, monkeypatch, most):
-    path = write_model(tmp_path, "grouped_llama3")
-    wanted = first_logits(path)
-    monkeypatch.setattr(Cpu, "most_queries", lambda self, heads, kv_heads: most)
-    np.testing.assert_allclose(first_logits(path), wanted, rtol=0, atol=1e-5 * np.abs(wanted).max())
-
-
-def test_weights_of_16_bits_are_read(tmp_path):
-    import ml_dtypes
-
-    write_model(tmp_path, "tied")
-    for file in tmp_path.glob("*.safetensors"):
-        save_file({n: t.astype(ml_dtypes.bfloat16) for n, t in load_file(file).items()}, file)
-    assert 1e-5 < error_of("tied", tmp_path) < 0.1
-
-
 def test_generation_config_decides_what_ends_a_text(tmp_path):
     write_model(tmp_path, "eos_list")
     assert read_config(tmp_path).eos == (253, 254, 255)
@@ -154,15 +136,6 @@ def test_full_attention_and_whole_heads_may_be_said_in_many_words(tmp_path):
     types = {"layer_types": ["full_attention"] * 3, "sliding_window": 16, "attention_chunk_size": None}
     write_model(tmp_path, "default_rope", **types, rope_parameters=plain)
     assert read_config(tmp_path).rope == Rope("default", 10000.0)
-
-
-def test_theta_may_stand_beside_either_dialect(tmp_path):
-    plain = {"rope_type": "default"}
-    write_model(tmp_path, "default_rope", rope_parameters=plain, rope_theta=500000.0)
-    assert read_config(tmp_path).rope == Rope("default", 500000.0)
-    both = {"rope_scaling": {"type": "linear", "factor": 2}, "rope_theta": 300.0, "rope_parameters": LLAMA3}
-    write_model(tmp_path, "default_rope", **both)
-    assert read_config(tmp_path).rope == Rope("linear", 300.0, 2.0)
 
 
 def test_a_directory_without_a_model(tmp_path):

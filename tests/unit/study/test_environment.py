@@ -11,10 +11,6 @@ def entries(*hosts: tuple[str, str, set[int]]) -> list[dict]:
     return [entry | _machine(kernel, everyone) for entry, kernel, _ in everyone]
 
 
-def test_a_core_per_rank_is_no_crowd():
-    assert node_load(entries(("a", "k1", {0, 1}), ("a", "k1", {0, 1}))) is None
-
-
 def test_ranks_bound_to_cores_of_their_own_are_no_crowd():
     assert node_load(entries(("a", "k1", {0}), ("a", "k1", {1}), ("b", "k2", {0}), ("b", "k2", {1}))) is None
 
@@ -29,11 +25,6 @@ def test_nodes_of_one_kernel_share_its_cores():
     ranks = entries(*((f"node{rank // 2}", "k1", {0, 1}) for rank in range(4)))
     assert [entry["machine"] for entry in ranks] == [0, 0, 0, 0]
     assert node_load(ranks) == "4 ranks share 2 cores of node0 and node1: times show waiting, not the scheme"
-
-
-def test_machines_are_numbered_in_the_order_of_ranks():
-    ranks = entries(("b", "k2", {0}), ("a", "k1", {0, 1}), ("b", "k2", {3}))
-    assert [(entry["machine"], entry["machine_cores"]) for entry in ranks] == [(0, 2), (1, 2), (0, 2)]
 
 
 def test_files_of_this_machine_are_not_recorded(monkeypatch):

@@ -46,14 +46,6 @@ def test_time_over_size_and_a_row_for_each_scheme_of_one_size(sizes):
     assert figure.get_size_inches()[0] == 5
 
 
-def test_intervals_are_drawn(sizes):
-    """Of the first scheme of the steps, from low to high."""
-    (_, steps) = figures.time(sizes).axes
-    row = sizes[sizes["what"] == "decode"].sort_values("time_us").iloc[-1]
-    (segment,) = steps.containers[0].lines[2][0].get_segments()
-    assert segment[:, 0].tolist() == pytest.approx([row["low_us"], row["high_us"]])
-
-
 def test_relative_to_the_baseline(sizes):
     (reductions, _) = figures.relative(sizes).axes
     assert reductions.get_ylabel() == f"time, relative to {SUM}"
@@ -80,18 +72,6 @@ def test_predicted_against_measured():
     diagonal = axes.lines[-1].get_xydata()
     assert (diagonal[:, 0] == diagonal[:, 1]).all()
     assert figures.predicted(frame(*made_results.keys(["chain"], [0]))) is None
-
-
-def test_schemes_have_marks_of_their_own():
-    names = [f"hierarchical:nodes={n}+{n}" for n in range(1, 30)]
-    styles = dict(figures._styles(frame(*made_results.keys(names, [0]))))
-    assert len({(style["marker"], style["color"]) for style in styles.values()}) == 29
-
-
-def test_versions_have_panels_of_their_own():
-    keys = made_results.keys(["chain"], [0])
-    found = pandas.concat([frame(*keys), frame(*keys, commit="f" * 16)])
-    assert len(figures.time(found).axes) == 2
 
 
 @pytest.mark.parametrize(("form", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])

@@ -11,8 +11,8 @@ import pandas
 import pytest
 from msgspec import structs
 
-from treeattn.errors import ArgumentError, BackendError
-from treeattn.study.compare.rows import SUM, Key, Row, Writer, read, version
+from treeattn.errors import ArgumentError
+from treeattn.study.compare.rows import SUM, Key, Row, Writer, read
 
 SAMPLE = Path(__file__).resolve().parents[2] / "data" / "compare.jsonl"
 
@@ -63,27 +63,6 @@ def test_places_that_cannot_be(tmp_path):
         read(tmp_path / "none")
     with pytest.raises(ArgumentError, match="cannot be written"):
         Writer(tmp_path / "no folder" / "r")
-
-
-def test_a_full_disk_is_named(path, monkeypatch):
-    def full(file):
-        raise OSError(28, "No space left on device")
-
-    with closing(Writer(path)) as writer:
-        monkeypatch.setattr("os.fsync", full)
-        with pytest.raises(BackendError, match="cannot be written .No space left.*is kept"):
-            writer.append(read(path)[0])
-
-
-@pytest.mark.parametrize(
-    "other",
-    [{"commit": "f" * 16}, {"mpi": "M 2"}, {"processor": "D"}, {"nodes": [0, 1, 0, 1]},
-     {"environment": {"TREEATTN_EMULATED": "--delay 1ms"}}],
-)  # fmt: skip
-def test_versions_are_of_software_processors_and_places(other):
-    (key,) = made_results.keys(["chain"], [0])
-    assert version(made_results.row(key)) == version(made_results.row(key, run="another"))
-    assert version(made_results.row(key)) != version(made_results.row(key, **other))
 
 
 @pytest.mark.parametrize(

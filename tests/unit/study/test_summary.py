@@ -68,13 +68,6 @@ def test_ratios_are_taken_within_a_run():
     assert of(summarise([*base, *alone]))["chain"]["ratio"] is None
 
 
-def test_versions_and_cases_are_kept_apart():
-    keys = made_results.keys(["chain", SUM], [64, 128])
-    found = [made_results.row(key, n, commit=commit) for key in keys for n in range(6) for commit in "ab"]
-    assert len(summarise(found)) == 8
-    assert {one["blocks"] for one in summarise(found)} == {6}
-
-
 def test_fast_blocks_weigh_no_more_for_having_more_iterations():
     (key,) = made_results.keys(["chain"], [0])
     blocks = [(10.0, 200)] * 3 + [(5000.0, 3)] * 7

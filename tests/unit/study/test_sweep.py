@@ -60,13 +60,6 @@ def test_what_is_done_is_not_done_again_and_what_cannot_run_is_asked_once(bench)
     assert [str(result) for scheme, _, result in found if scheme == "chain"] == ["not for these ranks"]
 
 
-def test_a_point_that_took_its_time_is_not_continued(bench):
-    """Patience counts over all runs."""
-    effort = Effort(3, patience=1.5)
-    assert len(measured(bench, CASE[:1], effort=effort)) == 2
-    assert measured(bench, CASE[:1], effort=effort, done={Block(CASE[0], 0): 2e6}) == []
-
-
 def test_inputs_without_room_are_told_of_every_scheme(bench):
     keys = made_results.keys(["ring", "chain"], [13, 64])
     found = measured(bench, keys)
@@ -111,11 +104,6 @@ def tiers(messages_intra, bytes_intra, messages_inter=0, bytes_inter=0):
 def test_what_was_handed_over_by_tier(sent, groups, found):
     ranks = SimpleNamespace(allgather=lambda mine: sent)
     assert measure.handed_over(ranks, sent[0], groups) == found
-
-
-def test_chunks_without_rows_are_not_sent():
-    counted = measure.scheduled_tiers(collectives.build("ring", 4), 1, 520, ((0, 1, 2, 3),))
-    assert counted == tiers(6, 6 * 520)
 
 
 class Step:

@@ -138,15 +138,6 @@ def test_sampling_follows_the_model_for_any_drafts(kind):
     assert chi_square(two_emitted(tree, accepted, generator), PAIRS) < CRITICAL[15]
 
 
-def test_sampling_keeps_what_the_model_gives_the_drafts():
-    """The most that is possible for drafts that are no samples: their own probability."""
-    generator = np.random.default_rng(3)
-    tree = TokenTree.from_beams(beams_of("the most probable", generator))
-    counts = accept_drawn(tree, MODEL[tree.tokens], generator).counts
-    kept = MODEL[START, 0] + MODEL[START, 1]
-    assert abs((counts > 1).mean() - kept) < 4 * np.sqrt(kept * (1 - kept) / ROWS)
-
-
 @pytest.mark.parametrize("siblings", [1, 2, 3, 8])
 def test_speculation_follows_the_model(siblings):
     """Drafts drawn with replacement and packed: siblings are then drawn without."""
@@ -160,34 +151,6 @@ def test_speculation_follows_the_model(siblings):
     if siblings == 1:
         kept = np.minimum(MODEL[START], DRAFT[START]).sum()  # what Leviathan et al. keep
         assert abs((accepted.counts > 1).mean() - kept) < 4 * np.sqrt(kept * (1 - kept) / ROWS)
-
-
-def published_rule(beams, generator):
-    """Acceptance as published with beam drafts: each beam draws a number of its own for each of its tokens,
-    and the beam that gets furthest is kept. The first token after the root."""
-    tokens = beams[..., 1]
-    lucky = generator.random(tokens.shape) < np.minimum(1, MODEL[START, tokens] / DRAFT[START, tokens])
-    rest = np.maximum(MODEL[START] - DRAFT[START], 0)
-    spare = generator.choice(4, len(beams), p=rest / rest.sum())
-    return np.where(lucky.any(1), tokens[np.arange(len(beams)), lucky.argmax(1)], spare)
-
-
-def test_the_published_rule_would_fail_here():
-    """For beams that share their first token, of probability 0.3, it emits that in most cases."""
-    generator = np.random.default_rng(5)
-    beams = beams_of("a shared first token", generator)
-    assert chi_square(published_rule(beams, generator), MODEL[START]) > 200
-    tree = TokenTree.from_beams(beams)
-    accepted = accept_drawn(tree, MODEL[tree.tokens], generator)
-    first = two_emitted(tree, accepted, generator) // 4
-    assert chi_square(first, MODEL[START]) < CRITICAL[3]
-
-
-def test_the_published_rule_is_right_for_one_sampled_beam():
-    """So what the test above finds is the rule, not a slip in how it is written here."""
-    generator = np.random.default_rng(6)
-    beams = np.stack([np.full((ROWS, 1), START), generator.choice(4, (ROWS, 1), p=DRAFT[START])], 2)
-    assert chi_square(published_rule(beams, generator), MODEL[START]) < CRITICAL[3]
 
 
 @pytest.mark.parametrize("speculative", [False, True])
@@ -204,13 +167,6 @@ def test_roots_that_are_drafts(speculative):
     said = np.where(kept >= 0, tree.tokens[np.arange(ROWS), kept], accepted.next_tokens)
     assert chi_square(said, MODEL[START]) < CRITICAL[3]
     assert 0 < (accepted.counts == 0).sum() < ROWS
-
-
-def test_a_token_of_probability_zero_is_never_emitted():
-    tree = TokenTree.from_beams(np.broadcast_to([[3, 3], [3, 1]], (2000, 2, 2)))
-    accepted = accept_drawn(tree, MODEL[tree.tokens], np.random.default_rng(0))
-    assert not (accepted.next_tokens[accepted.counts == 1] == 3).any()
-    assert (tree.tokens[0, accepted.path[accepted.counts == 2, 1]] == 1).all()
 
 
 def test_the_largest_number_of_a_generator_draws_a_token_too():
@@ -235,12 +191,6 @@ def test_the_first_of_equal_siblings_is_kept():
     tree = TokenTree.from_parents([[1, 7, 7]], [[-1, 0, 0]])
     accepted = accept_greedy(tree, [[7, 3, 4]])
     assert (accepted.path.tolist(), accepted.next_tokens.tolist()) == ([[0, 1]], [3])
-
-
-def test_what_follows_the_first_draft_follows_its_own_probabilities():
-    accepted = accept_drawn(CHAIN, np.eye(4)[[[1, 3]]], np.random.default_rng(0), first=np.eye(4)[[0]])
-    assert accepted.counts.tolist() == [2]
-    assert accepted.next_tokens.tolist() == [3]
 
 
 @pytest.mark.parametrize(

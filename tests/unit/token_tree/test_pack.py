@@ -93,10 +93,6 @@ def test_bits_hold_the_mask(given_beams, more):
     np.testing.assert_array_equal(pack(given_beams).mask_words, mask_words(mask))
 
 
-def test_a_row_may_borrow_from_several_rows():
-    assert prefix_tree([[[1, 2, 3], [1, 4, 5], [1, 4, 6]]]).tolist() == [[[0, 0, 0], [0, 1, 1], [0, 1, 2]]]
-
-
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_slots_beyond_the_range_of_narrow_tokens(dtype):
     """Index arithmetic in the type of the tokens goes wrong past 127, or 255."""
@@ -107,22 +103,6 @@ def test_slots_beyond_the_range_of_narrow_tokens(dtype):
     assert packed.lengths[0] > 255
     np.testing.assert_array_equal(packed.unpack_map, wide.unpack_map)
     np.testing.assert_array_equal(unpack(packed.packed_beam, packed.unpack_map), narrow)
-
-
-def test_any_strides_will_do():
-    base = np.random.default_rng(0).integers(0, 3, (5, 2, 4))
-    view = base.transpose(1, 0, 2)[..., ::-1]
-    np.testing.assert_array_equal(pack(view).packed_beam, pack(view.copy()).packed_beam)
-
-
-@pytest.mark.parametrize("trailing", [(), (3,), (2, 5)])
-def test_anything_that_nodes_hold_is_unpacked(trailing):
-    packed = pack(np.random.default_rng(1).integers(0, 2, (2, 4, 3)))
-    x = np.random.default_rng(2).random((*packed.packed_beam.shape, *trailing))
-    unpacked = unpack(x, packed.unpack_map)
-    assert unpacked.shape == (2, 4, 3, *trailing)
-    for place in np.ndindex(2, 4, 3):
-        np.testing.assert_array_equal(unpacked[place], x[place[0], packed.unpack_map[place]])
 
 
 @pytest.mark.parametrize(

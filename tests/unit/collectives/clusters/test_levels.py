@@ -7,7 +7,7 @@ import pytest
 from treeattn.collectives import build, check
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster, Executor, Tier
-from treeattn.collectives.clusters.levels import levels, nested
+from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import block, node_groups
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.traffic import Payload
@@ -20,16 +20,6 @@ def cluster(*joins, latencies=(1.0, 2.0, 20.0, 200.0)):
         for name, count, latency in zip(names, joins, latencies, strict=False)
     )
     return Cluster("made", "for tests", "node", tiers, {"e": Executor(0.0, 0.0, 10.0)}, "e")
-
-
-def test_levels_of_even_and_uneven_places():
-    machine = cluster(2, 3, 4)
-    assert levels(machine, block(machine, 24), 0) == [(3, 3, 3, 3)]
-    assert levels(machine, block(machine, 16), 0) == [(3, 3, 2)]
-    assert levels(machine, block(machine, 6), 0) == []  # one switch
-    assert levels(machine, (0, 6, 12), 0) == []  # each node on a switch of its own
-    assert levels(cluster(2, 2, 2, 2), tuple(range(16)), 0) == [(2, 2, 2, 2), (2, 2)]
-    assert levels(cluster(2, 1, 2, 2), tuple(range(8)), 0) == [(2, 2)]  # a switch of one node joins nothing
 
 
 @pytest.mark.parametrize(("joins", "ranks"), [((2, 3, 4), 24), ((2, 3, 4), 17), ((2, 2, 2, 2), 16)])
@@ -45,21 +35,6 @@ def test_nested_schemes_are_reductions_and_leave_the_outermost_links_alone(joins
         plain = build(text.partition(":")[0], ranks, nodes=groups)
         found, flat = (simulate(s, machine, places, Payload()) for s in (schedule, plain))
         assert found.traffic[-1].bytes < flat.traffic[-1].bytes
-
-
-def test_two_levels_have_nothing_to_nest():
-    machine = cluster(4, 8)
-    assert list(nested(machine, block(machine, 32))) == []
-
-
-def test_one_rank_a_node_has_its_switches_for_nodes():
-    machine = cluster(1, 4, 4)
-    texts = [one.text for one in nested(machine, block(machine, 16))]
-    assert texts[0] == "hierarchical:nodes=4+4+4+4:outer=(recursive_doubling)"
-    for text in texts:
-        found = simulate(build(text, 16), machine, block(machine, 16), Payload())
-        assert check(found.schedule).determinism == "A"
-    assert list(nested(machine, (1, 0, *range(2, 16)))) == []
 
 
 def test_packages_within_nodes_are_a_level_of_a_described_machine():

@@ -226,18 +226,6 @@ def test_the_only_contended_resource_makes_nothing_faster(resource, first):
         assert all(one >= other - 1e-3 for one, other in zip(found.ends, without.ends, strict=True)), seed
 
 
-def test_what_is_taken_away_seldom_makes_a_step_slower_and_never_much():
-    """The anomalies that scheduling in the order of arrival allows."""
-    slower = {}
-    for seed in range(60):
-        case = Case(seed)
-        with_all = case.run().time
-        for name, (_, without) in RESOURCES.items():
-            slower[seed, name] = case.run(without(case.cluster)).time / with_all - 1
-    assert max(slower.values()) < 0.1
-    assert sum(value > 1e-9 for value in slower.values()) < 0.05 * len(slower)
-
-
 def test_a_message_holds_no_port_while_it_waits_for_another():
     """0, 1 and 2 wait for the NIC of 4; 3 -> 7 uses none of what they wait for."""
     messages = tuple(Transfer(src, dst) for src, dst in ((0, 4), (1, 4), (2, 4), (3, 7)))

@@ -6,7 +6,7 @@ import pytest
 from made_clusters import two_tiers
 
 from treeattn.collectives import build
-from treeattn.collectives.clusters.placement import block, cyclic, explicit, node_groups, suited
+from treeattn.collectives.clusters.placement import block, cyclic, node_groups, suited
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError
@@ -27,15 +27,6 @@ def test_more_ranks_than_places():
             place(CLUSTER, 9)
     with pytest.raises(ArgumentError, match="for 9 ranks"):
         suited(CLUSTER, build("chain", 9))
-
-
-@pytest.mark.parametrize(
-    ("places", "words"),
-    [((0, 1, 1), "ranks 1 and 2 both have place 1"), ((0, 8), "no place 8"), ((-1, 0), "no place -1")],
-)
-def test_no_permutation(places, words):
-    with pytest.raises(ArgumentError, match=words):
-        explicit(CLUSTER, places)
 
 
 @pytest.mark.parametrize(

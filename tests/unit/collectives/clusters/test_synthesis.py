@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import pytest
 from made_clusters import two_tiers
 
@@ -15,8 +13,6 @@ from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.clusters.synthesis import (
     Machine,
     Priced,
-    candidates,
-    factorisations,
     front,
     priced,
     search,
@@ -29,21 +25,6 @@ def machine(cluster=None, place=block, payload=None):
     payload = payload or Payload()
     cluster = cluster or two_tiers(4, 4, overhead=0.5, bandwidth=10.0)
     return Machine(cluster, place(cluster, cluster.places), payload)
-
-
-def test_factorisations():
-    assert sorted(factorisations(12)) == sorted(
-        [(12,), (2, 6), (6, 2), (3, 4), (4, 3), (2, 2, 3), (2, 3, 2), (3, 2, 2)]
-    )
-    assert list(factorisations(7)) == [(7,)]
-    assert all(prod(factors) == 96 for factors in factorisations(96))
-
-
-@pytest.mark.parametrize(("ranks", "nodes", "widest"), [(8, 2, 4), (6, 1, 6), (12, 12, 1), (7, 3, 3)])
-def test_candidates_are_schemes_and_each_comes_once(ranks, nodes, widest):
-    found = [select(text).text for text in candidates(ranks, nodes, widest)]
-    assert len(set(found)) == len(found)
-    assert ("split_rail" in found) == (1 < nodes < ranks)
 
 
 def test_the_search_finds_nothing_slower_than_what_it_names():
