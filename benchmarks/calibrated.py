@@ -24,11 +24,11 @@ import numpy as np
 
 from treeattn.cli.compare_table import accuracy
 from treeattn.collectives import names
-from treeattn.collectives.clusters.fit import RECORDS
 from treeattn.selection import select
 from treeattn.study import environment
 from treeattn.study.compare.rows import read
 from treeattn.study.compare.summary import summarise
+from treeattn.study.fit import RECORDS
 
 SIZES = (1040, 4160, 16640, 66560)  # bytes: 2, 8, 32, 128 heads; calibration has 1, 4, 16, 64, 256
 CHOSEN_FROM = (

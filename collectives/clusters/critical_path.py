@@ -6,8 +6,9 @@ Segments follow each other without a gap, so they add up to the time of the step
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from treeattn.collectives.clusters.simulate import Flight, Simulation, Step
@@ -26,15 +27,49 @@ _WORDS = {
 
 
 class Segment(NamedTuple):
-    """What took `microseconds` of the step: on a tier, or by a rank itself (tier None). assumed: by a price
-    that nobody measured."""
+    """What took `microseconds` of the step: on a tier, or by a rank itself (tier None). price: of what it was
+    paid; assumed: one that nobody measured."""
 
     kind: Kind
     rank: int
     tier: str | None
     round: int
     microseconds: float
+    price: str = ""
     assumed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """A time in microseconds, by the prices that it is paid of: each by name, and whether it is assumed.
+
+    To first order a price that is wrong by a factor moves the time by its share: the chain stays the longest.
+    """
+
+    by_price: Mapping[tuple[str, bool], float]
+
+    @property
+    def time(self) -> float:
+        """Microseconds."""
+        return sum(self.by_price.values())
+
+    def __add__(self, other: Cost) -> Cost:
+        names = self.by_price.keys() | other.by_price.keys()
+        return Cost({name: self.by_price.get(name, 0.0) + other.by_price.get(name, 0.0) for name in names})
+
+    def __rmul__(self, factor: float) -> Cost:
+        return Cost({name: factor * time for name, time in self.by_price.items()})
+
+
+def cost(simulation: Simulation) -> Cost:
+    """What a step costs from the first rank's entry to the last one's end."""
+    found: defaultdict[tuple[str, bool], float] = defaultdict(float)
+    for segment in critical_path(simulation):
+        found[segment.price, segment.assumed] += segment.microseconds
+    if any(simulation.steps):
+        found["", False] -= min(simulation.starts)
+        return Cost(found)
+    return Cost({("", False): simulation.completion})
 
 
 def critical_path(simulation: Simulation) -> tuple[Segment, ...]:
@@ -68,14 +103,17 @@ def critical_path(simulation: Simulation) -> tuple[Segment, ...]:
 
 
 def _of_executor(simulation: Simulation, rank: int, round_: int, price: str) -> Segment:
-    prices = simulation.prices
-    return Segment("executor", rank, None, round_, getattr(prices, price), price in prices.assumed)
+    prices, named = simulation.prices, f"{simulation.executor}.{price}"
+    return Segment(
+        "executor", rank, None, round_, getattr(prices, price), named, price in prices.assumed
+    )  # fmt: skip
 
 
 def _overheads(simulation: Simulation, rank: int, flight: Flight) -> Iterator[Segment]:
     """What a message costs the processor at one end."""
     tier = simulation.cluster.tiers[flight.tier]
-    yield Segment("overhead", rank, None, flight.round, tier.overhead, "overhead" in tier.assumed)
+    assumed = "overhead" in tier.assumed
+    yield Segment("overhead", rank, None, flight.round, tier.overhead, f"{tier.name}.overhead", assumed)
     yield _of_executor(simulation, rank, flight.round, "message")
 
 
@@ -83,7 +121,8 @@ def _receiving(simulation: Simulation, flight: Flight) -> Iterator[Segment]:
     prices = simulation.prices
     if flight.merge:
         merge = flight.bytes * 1e-3 / prices.merge_bandwidth
-        yield Segment("merge", flight.dst, None, flight.round, merge, "merge_bandwidth" in prices.assumed)
+        named, assumed = f"{simulation.executor}.merge_bandwidth", "merge_bandwidth" in prices.assumed
+        yield Segment("merge", flight.dst, None, flight.round, merge, named, assumed)
     yield from _overheads(simulation, flight.dst, flight)
 
 
@@ -92,13 +131,16 @@ def _flying(simulation: Simulation, flight: Flight) -> Iterator[Segment]:
     link = simulation.cluster.link(flight.tier, flight.bytes, simulation.prices.pulls)
     of_bytes = not {"bandwidth", "read_bandwidth", "taper"}.isdisjoint(tier.assumed)
     of_ports = of_bytes or not {"gap", "shared_gap", "shared_bandwidth"}.isdisjoint(tier.assumed)
-    for kind, time, assumed in (
-        ("bytes", flight.landed - flight.landing, of_bytes),
-        ("port", flight.landing - flight.began - link.latency, of_ports),
-        ("latency", link.latency, link.source in tier.assumed),
-        ("port", flight.began - flight.ready, of_ports),
-    ):
-        yield Segment(kind, flight.src, tier.name, flight.round, time, assumed)  # type: ignore[arg-type]
+    busy = "gap" if link.gap > flight.bytes * link.byte else "bandwidth"  # what a port is taken by
+    of_latency = link.source in tier.assumed
+    parts: tuple[tuple[Kind, float, str, bool], ...] = (
+        ("bytes", flight.landed - flight.landing, "bandwidth", of_bytes),
+        ("port", flight.landing - flight.began - link.latency, busy, of_ports),
+        ("latency", link.latency, link.source, of_latency),
+        ("port", flight.began - flight.ready, busy, of_ports),
+    )
+    for kind, time, price, assumed in parts:
+        yield Segment(kind, flight.src, tier.name, flight.round, time, f"{tier.name}.{price}", assumed)
 
 
 def _own(simulation: Simulation, rank: int, step: Step, sends: Sequence[Flight]) -> Iterator[Segment]:

@@ -39,37 +39,10 @@ Microseconds = Annotated[float, Meta(ge=0, le=1e12)]
 Rate = Annotated[float, Meta(ge=1e-9, le=1e12)]
 Name = Annotated[str, Meta(pattern="^[a-z0-9][a-z0-9_-]*$")]
 Deviation = Annotated[float, Meta(ge=0, le=10)]  # standard, of a logarithm
-Errors = dict[str, Deviation | None]  # of prices, by field; None: nobody measured or published it
-Correlation = Annotated[float, Meta(ge=-1, le=1)]
-
-#: Fields that are prices, of whatever table.
-PRICES = (
-    "latency", "overhead", "gap", "bandwidth", "read_latency", "read_bandwidth", "taper", "shared_gap",
-    "shared_bandwidth", "call", "round", "merge_bandwidth", "message", "far_round", "memory",
-)  # fmt: skip
-
-_REMEDIES = {
-    "missing required field": "add it, as the shipped files have it (treeattn simulate --list)",
-    "unknown field": "take it out, or spell it as the shipped files do",
-    ">= 1e-09": "a bandwidth must be more than nothing, in GB/s",
-    ">= 0": "a time cannot be negative: measure it again",
-    ">= 1": "at least one is needed",
-    "<= ": "more than any machine has: look at the unit",
-}
 
 
 class _Data(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Read from TOML; a name that is not a field is an error."""
-
-
-class _Priced(_Data, frozen=True):
-    """A table with prices. A file lists the names of those without a source beside `errors`, as `assumed`."""
-
-    @property
-    def assumed(self) -> tuple[str, ...]:
-        """Fields that nobody measured or published."""
-        errors: Errors = self.errors  # type: ignore[attr-defined]
-        return tuple(name for name, error in errors.items() if error is None)
 
 
 class Protocol(_Data, frozen=True):
@@ -85,7 +58,7 @@ class Protocol(_Data, frozen=True):
     waits: bool = False
 
 
-class Tier(_Priced, frozen=True):
+class Tier(_Data, frozen=True):
     """A level of the machine: `joins` units of the level within it, or so many ranks, and what a message
     costs.
 
@@ -94,7 +67,7 @@ class Tier(_Priced, frozen=True):
     pair of ranks has a link of its own. taper: an outer tier's uplink from each unit has the bandwidth of
     its cards divided by this; 0 is a network without any such limit. shared_gap, shared_bandwidth: of what
     all messages within a unit of the tier go through one after the other, such as a bus, or the cores of a
-    machine that emulates several. errors: of fields and protocol steps by name, as `uncertainty` reads them.
+    machine that emulates several. assumed: fields that nobody measured or published.
     """
 
     name: Name
@@ -110,15 +83,15 @@ class Tier(_Priced, frozen=True):
     shared_gap: Microseconds = 0.0
     shared_bandwidth: Rate | None = None
     protocols: tuple[Protocol, ...] = ()
-    errors: Errors = {}
+    assumed: tuple[str, ...] = ()
 
 
-class Executor(_Priced, frozen=True):
+class Executor(_Data, frozen=True):
     """What running a step costs beside the messages: microseconds for the call, for each round in which a
     rank has something to do, as much again where it has messages between nodes, and for each message; GB/s
     at which arriving bytes are merged.
 
-    pulls: receivers fetch, so a tier's read prices count. within: the tier that it cannot leave. errors:
+    pulls: receivers fetch, so a tier's read prices count. within: the tier that it cannot leave. assumed:
     as of a tier.
     """
 
@@ -129,7 +102,7 @@ class Executor(_Priced, frozen=True):
     far_round: Microseconds = 0.0
     pulls: bool = False
     within: str = ""
-    errors: Errors = {}
+    assumed: tuple[str, ...] = ()
 
 
 class Link(msgspec.Struct, frozen=True):
@@ -144,12 +117,12 @@ class Link(msgspec.Struct, frozen=True):
     source: str = "latency"
 
 
-class Cluster(_Priced, frozen=True, dict=True):
+class Cluster(_Data, frozen=True, dict=True):
     """A machine: tiers from the inside out, network cards of a node, executors by name.
 
     scatter: standard deviation of the logarithm of what was measured over what was predicted, of schedules
     that no price was fitted to, each by itself; None where nobody knows. drift: likewise of all together, by
-    another time. correlations: of errors of prices, by their names.
+    another time.
     """
 
     name: Name
@@ -162,8 +135,7 @@ class Cluster(_Priced, frozen=True, dict=True):
     memory: Rate | None = None  # GB/s that one rank reads its keys and values at
     scatter: Deviation | None = None
     drift: Deviation = 0.0
-    errors: Errors = {}
-    correlations: dict[str, dict[str, Correlation]] = {}
+    assumed: tuple[str, ...] = ()
 
     @cached_property
     def places(self) -> int:
@@ -228,17 +200,6 @@ class Cluster(_Priced, frozen=True, dict=True):
         return name
 
 
-def wholly_assumed(cluster: Cluster) -> Cluster:
-    """The cluster with every price marked as assumed: those of another machine."""
-    tiers = tuple(structs.replace(tier, errors=_unknown(tier)) for tier in cluster.tiers)
-    executors = {name: structs.replace(of, errors=_unknown(of)) for name, of in cluster.executors.items()}
-    return structs.replace(cluster, tiers=tiers, executors=executors, errors={"memory": None})
-
-
-def _unknown(part: Tier | Executor) -> Errors:
-    return {name: None for name in part.__struct_fields__ if name in PRICES or name == "protocols"}
-
-
 def shipped() -> list[str]:
     """Names of the clusters that come with the package."""
     return sorted(
@@ -269,77 +230,49 @@ def _folder() -> Any:
 
 def _read(file: str, content: bytes) -> Cluster:
     try:
-        cluster = msgspec.convert(_with_assumed(msgspec.toml.decode(content)), Cluster)
+        cluster = msgspec.toml.decode(content, type=Cluster)
     except msgspec.ValidationError as error:
-        raise ArgumentError(f"{file}: {_where(str(error))}") from None
+        raise ArgumentError(f"{file}: {error}; write it as the shipped files have it") from None
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
         raise ArgumentError(f"{file}: not TOML: {error}") from None
-    _check(file, cluster)
+    for wrong in _contradictions(cluster):
+        raise ArgumentError(f"{file}: {wrong}")
     return cluster
 
 
-def _with_assumed(file: dict[str, Any]) -> dict[str, Any]:
-    """The content of a file, with what its tables list as `assumed` among their `errors`."""
-    tables: list[Any] = [file]
-    for name in ("tiers", "executors"):
-        within = file.get(name)
-        tables += within.values() if isinstance(within, dict) else within if isinstance(within, list) else ()
-    for table in tables:
-        if isinstance(table, dict) and isinstance(table.get("assumed"), list):
-            table["errors"] = dict.fromkeys(map(str, table.pop("assumed"))) | table.get("errors", {})
-    return file
-
-
-def _where(message: str) -> str:
-    """msgspec's message with the key first and the remedy last."""
-    what, at, key = message.partition(" - at ")
-    remedy = next((remedy for words, remedy in _REMEDIES.items() if words in what), "write it so")
-    return (
-        f"{key.strip('`').removeprefix('$.') or 'top level'}: {what}; {remedy}" if at else f"{what}; {remedy}"
-    )
-
-
-def _check(file: str, cluster: Cluster) -> None:
-    """What types cannot say."""
+def _contradictions(cluster: Cluster) -> Iterator[str]:
+    """What types cannot say: the key, what is wrong with it, and the remedy."""
     names = [tier.name for tier in cluster.tiers]
+    known = ", ".join(names)
     if not cluster.about.isprintable():
-        raise ArgumentError(f"{file}: about: {cluster.about!r:.60} is no line of text: write one")
+        yield f"about: {cluster.about!r:.60} is no line of text: write one"
     if len(set(names)) < len(names):
-        raise ArgumentError(f"{file}: tiers: two are called alike ({', '.join(names)}); rename one")
+        yield f"tiers: two are called alike ({known}); rename one"
     if cluster.node not in names:
-        raise ArgumentError(
-            f"{file}: node: no tier is called {cluster.node!r}; take one of {', '.join(names)}"
-        )
+        yield f"node: no tier is called {cluster.node!r}; take one of {known}"
+        return
     for name, executor in cluster.executors.items():
         if name not in EXECUTORS:
-            every = ", ".join(EXECUTORS)
-            raise ArgumentError(f"{file}: executors: there is no executor {name!r}; name those of {every}")
+            yield f"executors: there is no executor {name!r}; name those of {', '.join(EXECUTORS)}"
         if executor.within and executor.within not in names:
-            raise ArgumentError(
-                f"{file}: executors.{name}.within: no tier is called {executor.within!r}; take one of "
-                f"{', '.join(names)}"
-            )
+            yield f"executors.{name}.within: no tier is called {executor.within!r}; take one of {known}"
     if cluster.executor not in cluster.executors:
-        known = ", ".join(cluster.executors)
-        raise ArgumentError(f"{file}: executor: no [executors.{cluster.executor}]; take one of {known}")
+        of = ", ".join(cluster.executors)
+        yield f"executor: no [executors.{cluster.executor}]; take one of {of}"
     if cluster.slots % cluster.cards:
-        raise ArgumentError(
-            f"{file}: cards: {cluster.cards} cards are not shared evenly by the {cluster.slots} ranks "
-            "of a node; take a divisor"
+        yield (
+            f"cards: {cluster.cards} cards are not shared evenly by the {cluster.slots} ranks of a node; "
+            "take a divisor"
         )
     parts: tuple[Cluster | Tier | Executor, ...] = (cluster, *cluster.tiers, *cluster.executors.values())
     for part in parts:
         for field in part.assumed:
-            if field == "errors" or field not in part.__struct_fields__:
-                raise ArgumentError(f"{file}: assumed: no key beside it is {field!r}; name those that are")
-        steps = {step.name for step in part.protocols} if isinstance(part, Tier) else set()
-        for field in (name for name, error in part.errors.items() if error is not None):
-            if field not in steps and (field not in PRICES or field not in part.__struct_fields__):
-                raise ArgumentError(f"{file}: errors: no price beside it is {field!r}; name those that are")
+            if field == "assumed" or field not in part.__struct_fields__:
+                yield f"assumed: no key beside it is {field!r}; name those that are"
     for tier in cluster.tiers:
         starts = [step.from_bytes for step in tier.protocols]
         if starts != sorted(set(starts)):
-            raise ArgumentError(f"{file}: tiers ({tier.name}): protocols: from_bytes must grow; sort them")
+            yield f"tiers ({tier.name}): protocols: from_bytes must grow; sort them"
 
 
 _DIGITS = 6
@@ -353,9 +286,6 @@ def as_toml(cluster: Cluster, comments: Iterable[str] = ()) -> str:
         lines += ["", "[[tiers]]", *_table(tier)]
     for name, executor in cluster.executors.items():
         lines += ["", f"[executors.{name}]", *_table(executor)]
-    if cluster.correlations:
-        lines += ["", "[correlations]"]
-        lines += [f"{json.dumps(name)} = {_value(others)}" for name, others in cluster.correlations.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -363,12 +293,7 @@ def _table(data: msgspec.Struct) -> Iterator[str]:
     """A line for each field that is no table and not its default."""
     for field in structs.fields(data):
         value = getattr(data, field.name)
-        if isinstance(data, _Priced) and field.name == "errors":
-            value = {name: error for name, error in value.items() if error is not None}
-            if data.assumed:
-                yield f"assumed = {_value(data.assumed)}"
-        apart = field.name in ("tiers", "executors", "correlations")
-        if not apart and value not in (field.default, {}):
+        if field.name not in ("tiers", "executors") and value != field.default:
             yield f"{field.name} = {_value(value)}"
 
 
@@ -376,8 +301,6 @@ def _value(value: Any) -> str:
     """Strings and truth values are spelled as in JSON."""
     if isinstance(value, float):
         return repr(float(f"{value:.{_DIGITS}g}"))
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{json.dumps(key)} = {_value(item)}" for key, item in value.items()) + " }"
     if isinstance(value, msgspec.Struct):
         return "{ " + ", ".join(_table(value)) + " }"
     if isinstance(value, tuple):

@@ -9,12 +9,12 @@ from tests.support.machine import machine
 from treeattn.collectives import build, check
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster, Executor, Tier
-from treeattn.collectives.clusters.fit import probes
 from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import explicit, groups, node_groups
 from treeattn.errors import ArgumentError
 from treeattn.mpi import topology
 from treeattn.mpi.topology import Rank, Topology
+from treeattn.study.fit import probes
 
 
 def made(*nodes, nics=0):

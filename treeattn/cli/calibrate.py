@@ -14,13 +14,12 @@ import numpy as np
 from treeattn.cli import options
 from treeattn.cli.options import Output
 from treeattn.collectives.clusters.description import as_toml
-from treeattn.collectives.clusters.fit import Residual
-from treeattn.collectives.clusters.uncertainty import prices
 from treeattn.decoder.request import MPI_EXECUTORS
 from treeattn.errors import ArgumentError
 from treeattn.report import Column, Progress, Report, count, microseconds
 from treeattn.study import environment
 from treeattn.study.calibration import HEAD_DIM, Calibration, calibrate
+from treeattn.study.fit import Residual
 
 _NAME = re.compile("[a-z0-9][a-z0-9_-]*")
 
@@ -50,9 +49,9 @@ def command(executor: str | None, seconds: float, output: Output) -> None:
     found = calibrate(world, path.stem, executor, seconds, Progress(world.rank == 0))
     if found is None:
         return
-    software = environment.software()
+    fitted, software = found.fitted, environment.software()
     output.write(as_toml(found.cluster, _comments(world.size, found, software)).encode())
-    rows = [_facts(one) for one in found.residuals]
+    rows = [_facts(one) for one in fitted.residuals]
     made = Report({
         **software,
         "cluster": found.cluster.about,
@@ -62,9 +61,11 @@ def command(executor: str | None, seconds: float, output: Output) -> None:
         "load": found.load,
         "drift": found.drift,
         "scatter": found.cluster.scatter,
-        "prices": {name: price._asdict() for name, price in prices(found.cluster).items()},
+        "prices": {
+            name: {"value": value, "error": fitted.errors[name]} for name, value in fitted.prices.items()
+        },
         "residuals": rows,
-        "left_out": [_facts(one) for one in found.left_out],
+        "left_out": [_facts(one) for one in fitted.left_out],
     })  # fmt: skip
     made.table(rows, [
         Column("tier", words=True),
@@ -75,10 +76,10 @@ def command(executor: str | None, seconds: float, output: Output) -> None:
         Column("error", lambda row: row["fitted_us"] / row["measured_us"] - 1, "+.0%"),
     ])  # fmt: skip
     made.line("\nprices, µs and GB/s, within so many percent")
-    made.table(prices(found.cluster).items(), [
+    made.table(fitted.prices.items(), [
         Column("price", lambda row: row[0], words=True),
-        Column("", lambda row: row[1].value, ".3g"),
-        Column("standard\nerror", lambda row: row[1].error or None, ".0%"),
+        Column("", lambda row: row[1], ".3g"),
+        Column("standard\nerror", lambda row: fitted.errors[row[0]], ".0%"),
     ])  # fmt: skip
     made.line(f"attention of each rank reads {found.cluster.memory:.3g} GB/s while all do")
     made.line(_errors(found))
@@ -87,8 +88,12 @@ def command(executor: str | None, seconds: float, output: Output) -> None:
 
 
 def _errors(found: Calibration) -> str:
-    text = f"errors of the fit: {_spread(found.residuals)}"
-    text += f"; of kinds of probes left out of it: {_spread(found.left_out)}" if found.left_out else ""
+    text = f"errors of the fit: {_spread(found.fitted.residuals)}"
+    text += (
+        f"; of kinds of probes left out of it: {_spread(found.fitted.left_out)}"
+        if found.fitted.left_out
+        else ""
+    )
     return f"{text}; the last block took {found.drift - 1:+.0%} beside the first"
 
 
@@ -105,7 +110,7 @@ def _comments(ranks: int, found: Calibration, software: dict[str, Any]) -> Itera
     before, after = found.load
     yield f"{ranks} ranks on {', '.join(found.hosts)}; load {before:.1f} before, {after:.1f} after"
     yield from f"{_errors(found).capitalize()}.".split("; ")
-    for residual in found.residuals:
+    for residual in found.fitted.residuals:
         probe = residual.probe
         size = f"{4 * (HEAD_DIM + 2) * probe.records} B" if probe.groups else ""
         what = " ".join(filter(None, (probe.tier, probe.kind, size)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from treeattn.collectives import Schedule
 from treeattn.collectives.catalog import with_result
 from treeattn.collectives.clusters import description, placement
 from treeattn.collectives.clusters.arrivals import TOGETHER, Arrivals, arrivals
-from treeattn.collectives.clusters.critical_path import assumed_share, critical_path, in_words
+from treeattn.collectives.clusters.critical_path import assumed_share, cost, critical_path, in_words
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import Simulation, simulate
@@ -27,11 +28,11 @@ from treeattn.collectives.schedule import Result
 from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.mpi.topology import needed
-from treeattn.report import Column, Report, count, microseconds
+from treeattn.report import Column, Progress, Report, count, microseconds
 from treeattn.selection import select
 from treeattn.study import intervals
-from treeattn.study.decode_step import Shape, attention_time, kv_ring_time, query_ring_exchange
-from treeattn.study.intervals import UNKNOWN, Estimate, Timed, estimates
+from treeattn.study.decode_step import Shape, attention_cost, kv_ring_cost, query_ring_exchange
+from treeattn.study.intervals import DRAWS, UNKNOWN, Estimate, estimates
 
 _DRAWINGS = {"svg": timeline, "trace": trace}
 _SCHEMES = "recursive_doubling,k_nomial_tree,reduce_scatter_gather,hierarchical,split_rail"
@@ -115,17 +116,20 @@ def command(
 
     @functools.cache  # of all schemes, of which the rings are none
     def of_rings(places: Placement, shape: Shape) -> tuple[float, float, float]:
-        attention = attention_time(named.cluster, len(places), shape)
+        attention = attention_cost(named.cluster, len(places), shape)
         exchange = query_ring_exchange(named.cluster, places, shape, executor)
-        return attention, kv_ring_time(named.cluster, places, shape, executor), attention + exchange
+        kv_ring = kv_ring_cost(named.cluster, places, shape, executor)
+        return attention.time, kv_ring.time, (attention + exchange).time
 
-    rows = []
+    rows: list[Row] = []
+    say = Progress(sys.stderr.isatty(), first=2.0)
     for name, where, schedule, places in _cases(named.cluster, ranks, names, placements.split(","), result):
         one, step = simulate(schedule, named.cluster, places, sizes.payload, executor), None
         if shape is not None:
             attention, *rings = of_rings(places, shape)
             step = DecodeStep(attention, one.time, attention + one.time, *rings)
         rows.append(Row(name, where, one, step))
+        say(f"{len(rows)} simulated, {name} the last of them")
     rows = _estimated(rows, baseline, sizes.payload, late)
     made = Report({
         "cluster": named.cluster.name,
@@ -157,18 +161,15 @@ def _estimated(found: list[Row], baseline: str | None, payload: Payload, late: A
     if baseline is not None and baseline not in names:
         raise ArgumentError(f"--baseline {baseline}: is not among what is simulated; add it to --schemes")
 
-    def timed(one: Simulation) -> Timed:
-        starts = late.starts
-        return lambda of, draw: (
-            simulate(
-                one.schedule, of, one.places, payload, one.executor, starts(draw, one.schedule.size)
-            ).completion
-        )
+    def arriving(one: Simulation, draw: int) -> Simulation:
+        starts = late.starts(draw, one.schedule.size)
+        return simulate(one.schedule, one.cluster, one.places, payload, one.executor, starts)
 
     first = None if baseline is None else names.index(baseline)
-    runs = [timed(row.simulation) for row in found]
-    executors = {row.simulation.executor for row in found}
-    sure = estimates(found[0].simulation.cluster, runs, first, late.drawn, executors)
+    runs = [row.simulation for row in found]
+    drawn = [[arriving(one, at).completion for at in range(DRAWS)] for one in runs] if late.drawn else []
+    costs = [cost(one if late == TOGETHER else arriving(one, 0)) for one in runs]
+    sure = estimates(runs[0].cluster, costs, first, drawn)
     rows = [row._replace(estimate=estimate) for row, estimate in zip(found, sure, strict=True)]
     return sorted(rows, key=lambda row: row.estimate.time)
 

@@ -13,14 +13,14 @@ from treeattn.cli import options
 from treeattn.cli.options import Output, Sizes
 from treeattn.cli.simulate import placed
 from treeattn.collectives.clusters.bound import lower_bound
-from treeattn.collectives.clusters.critical_path import assumed_share, critical_path
+from treeattn.collectives.clusters.critical_path import assumed_share, cost, critical_path
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.clusters.synthesis import Machine, Priced, front, search
 from treeattn.errors import ArgumentError
 from treeattn.mpi.topology import needed
 from treeattn.report import Column, Progress, Report, count, microseconds
 from treeattn.study import intervals
-from treeattn.study.intervals import Estimate, Timed, estimates
+from treeattn.study.intervals import Estimate, estimates
 
 
 @click.command("tune")
@@ -56,10 +56,11 @@ def command(
     executors, runs = named.cluster.executors, named.cluster.executor_for(machine.places, executor)
     floor = lower_bound(named.cluster, machine.places, sizes.payload.bytes, executors[runs])
     output.write((replace(best[0].schedule, name="tuned").to_json() + "\n").encode())
-    fastest = simulate(best[0].schedule, named.cluster, machine.places, sizes.payload, executor)
-    timed = [_timed(machine, one) for one in best]
-    sure = dict(zip(map(id, best), estimates(named.cluster, timed, executors={runs}), strict=True))
-    share = assumed_share(critical_path(fastest))
+    simulated = [
+        simulate(one.schedule, named.cluster, machine.places, sizes.payload, executor) for one in best
+    ]
+    sure = dict(zip(map(id, best), estimates(named.cluster, list(map(cost, simulated))), strict=True))
+    share = assumed_share(critical_path(simulated[0]))
     made = Report({
         "cluster": named.cluster.name,
         "named_by": named.by,
@@ -99,11 +100,6 @@ def command(
         path = output.out
         made.text(f"{path} holds the fastest: treeattn decode --scheme {path}, treeattn schedule {path}")
     output.report(made)
-
-
-def _timed(machine: Machine, one: Priced) -> Timed:
-    _, places, payload, executor = machine
-    return lambda of, _: simulate(one.schedule, of, places, payload, executor).time
 
 
 def _facts(one: Priced, estimate: Estimate | None) -> dict[str, Any]:

@@ -21,16 +21,16 @@ from msgspec import structs
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives import build
 from treeattn.collectives.clusters.description import Cluster, Executor, Tier
-from treeattn.collectives.clusters.fit import Probe, Residual, fit, probes
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.decoder import Decoder, reducers
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators, library, topology
-from treeattn.study import environment
+from treeattn.study import environment, extra
 from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.loop import Loop
+from treeattn.study.fit import Fitted, Probe, fit, probes
 
 HEAD_DIM = 128
 _BLOCKS, _WARMUP, _FEWEST, _MOST = 4, 3, 4, 100
@@ -40,7 +40,7 @@ _ONE = 0x3F80  # in bfloat16
 
 class Calibration(NamedTuple):
     """What was found, on rank 0. cluster: as a file holds it, with the rate at which a rank reads its cache;
-    places: of the ranks of this job. left_out: the errors of kinds of probes that the prices had not seen.
+    places: of the ranks of this job. fitted: with the errors of its prices, and what is left over.
 
     drift: what the last block, in the order of the first one, took of the time of the first; load: of rank
     0's machine, before and after; hosts: of the ranks.
@@ -48,8 +48,7 @@ class Calibration(NamedTuple):
 
     cluster: Cluster
     places: Placement
-    residuals: list[Residual]
-    left_out: list[Residual]
+    fitted: Fitted
     drift: float
     load: tuple[float, float]
     hosts: tuple[str, ...]
@@ -66,6 +65,7 @@ def calibrate(
     """
     if comm.size < 2:
         raise ArgumentError("calibrate needs two ranks or more: mpiexec -n 4 treeattn calibrate ..")
+    extra("scipy.optimize")  # before minutes of measuring
     began, load = time.perf_counter(), os.getloadavg()[0]
     found = topology.detect(comm)
     hosts = tuple(dict.fromkeys(entry["host"] for entry in environment.placement(comm)))
@@ -85,9 +85,9 @@ def calibrate(
     drift = float(np.median([np.median(of[-1]) / np.median(of[0]) for of in samples.values()]))
     fitted = fit(shape, places, bench.record_bytes, medians)
     cluster = _kept(fitted.cluster)
-    cluster = structs.replace(cluster, memory=reading, errors={}, drift=round(abs(math.log(drift)), 3))
+    cluster = structs.replace(cluster, memory=reading, drift=round(abs(math.log(drift)), 3))
     seconds, loads = time.perf_counter() - began, (load, os.getloadavg()[0])
-    return Calibration(cluster, places, fitted.residuals, fitted.left_out, drift, loads, hosts, seconds)
+    return Calibration(cluster, places, fitted, drift, loads, hosts, seconds)
 
 
 def _shape(found: topology.Topology, name: str, executor: str) -> tuple[Cluster, Placement]:

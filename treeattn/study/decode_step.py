@@ -9,9 +9,11 @@ attending meanwhile; the ring of queries passes the partials of slices of heads 
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import NamedTuple
 
 from treeattn.collectives import Schedule, Transfer
+from treeattn.collectives.clusters.critical_path import Cost, cost
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import simulate
@@ -31,41 +33,40 @@ class Shape(NamedTuple):
     bytes: int = 2
 
 
-def attention_time(cluster: Cluster, ranks: int, shape: Shape) -> float:
-    """Microseconds of a rank's attention. Raises `ArgumentError` for a cluster that does not say how fast a
-    rank reads."""
+def attention_cost(cluster: Cluster, ranks: int, shape: Shape) -> Cost:
+    """Of a rank's attention. Raises `ArgumentError` for a cluster that does not say how fast a rank reads."""
     if cluster.memory is None:
         raise ArgumentError(
             f"{cluster.name}: memory: missing, in GB/s that a rank reads its cache at; add it"
         )
-    return _shard(ranks, shape) / (1e3 * cluster.memory)
+    return Cost({("memory", "memory" in cluster.assumed): _shard(ranks, shape) / (1e3 * cluster.memory)})
 
 
-def reduction_time(
+def reduction_cost(
     cluster: Cluster, places: Placement, schedule: Schedule, shape: Shape, executor: str | None = None
-) -> float:
-    """Microseconds of the reduction alone."""
+) -> Cost:
+    """Of the reduction alone."""
     records = shape.batch * shape.heads * shape.queries
     payload = Payload(records, 4 * (shape.head_dim + 2), shape.queries)
-    return simulate(schedule, cluster, places, payload, executor).time
+    return cost(simulate(schedule, cluster, places, payload, executor))
 
 
-def kv_ring_time(cluster: Cluster, places: Placement, shape: Shape, executor: str | None = None) -> float:
-    """Microseconds of the step by the ring of keys and values. Raises as `attention_time`."""
+def kv_ring_cost(cluster: Cluster, places: Placement, shape: Shape, executor: str | None = None) -> Cost:
+    """Of the step by the ring of keys and values. Raises as `attention_cost`."""
     ranks = len(places)
-    attention = attention_time(cluster, ranks, shape)
+    attention = attention_cost(cluster, ranks, shape)
     hop = _hop(cluster, places, round(_shard(ranks, shape)), executor)
-    return (ranks - 1) * max(hop, attention) + attention
+    return (ranks - 1) * max(hop, attention, key=attrgetter("time")) + attention
 
 
 def query_ring_exchange(
     cluster: Cluster, places: Placement, shape: Shape, executor: str | None = None
-) -> float:
-    """Microseconds by which the step by the ring of queries is longer than the attention of a rank."""
+) -> Cost:
+    """Of the step by the ring of queries, beside the attention of a rank."""
     ranks, record = len(places), 4 * (shape.head_dim + 2)
     slice_ = -(-shape.batch * shape.heads * shape.queries // ranks) * record
     pass_on = _hop(cluster, places, slice_, executor)
-    gather = simulate(_gather(ranks), cluster, places, Payload(ranks, slice_), executor).time
+    gather = cost(simulate(_gather(ranks), cluster, places, Payload(ranks, slice_), executor))
     return (ranks - 1) * pass_on + gather
 
 
@@ -74,14 +75,14 @@ def _shard(ranks: int, shape: Shape) -> float:
     return 2 * shape.batch * shape.tokens * shape.kv_heads * shape.head_dim * shape.bytes / ranks
 
 
-def _hop(cluster: Cluster, places: Placement, size: int, executor: str | None) -> float:
+def _hop(cluster: Cluster, places: Placement, size: int, executor: str | None) -> Cost:
     """Every rank sends `size` bytes to the next, all at once."""
     ranks = len(places)
     if ranks == 1:
-        return 0.0
+        return Cost({})
     turn = tuple(Transfer(rank, (rank + 1) % ranks, range(1), False) for rank in range(ranks))
     shift = Schedule("one hop of a ring", ranks, 1, (turn,))
-    return simulate(shift, cluster, places, Payload(1, size), executor).time
+    return cost(simulate(shift, cluster, places, Payload(1, size), executor))
 
 
 def _gather(ranks: int) -> Schedule:

@@ -1,25 +1,29 @@
 """How sure predictions are: an interval of 95 percent for each time, and for each ratio to another one.
 
-Prices are as wrong as they may be (`collectives.clusters.uncertainty`), the same for every schedule, so that
-a price which all pay alike widens no ratio. On top comes what a model misses that has all prices right: the
-cluster's own `scatter`, or `BLIND`, which is how far this model is from published runs that it knew nothing
-of. Arrivals, if they differ by chance, are drawn.
+An assumed price is thought to lie within a factor of 2 of what the file says, 19 times of 20, the same for
+every schedule, so that a price which all pay alike widens no ratio; one from a source that states no error is
+taken as it is. What that does to a time is, to first order, the price's share of the critical path. On top
+comes what a model misses that has all prices right: the cluster's own `scatter`, or `BLIND`, which is how far
+this model is from published runs that it knew nothing of. Arrivals, if they differ by chance, are drawn.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import NormalDist
-from typing import Any
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 
-from treeattn.collectives.clusters import uncertainty
+from treeattn.collectives.clusters.critical_path import Cost
 from treeattn.collectives.clusters.description import Cluster
-from treeattn.collectives.clusters.uncertainty import BLIND, MEDIAN
 
+#: Standard deviation of the logarithm of a price that nobody measured.
+ASSUMED = math.log(2) / 1.96
+#: Of the absolute value of a standard normal number.
+MEDIAN = 0.6745
 #: Steps that are simulated where they differ by chance.
 DRAWS = 16
 # 97.5 percent points of Student's t: of 15 degrees of freedom, as draws have; of 10, as about so many kinds
@@ -27,8 +31,18 @@ DRAWS = 16
 _T_15, _T_10 = 2.131, 2.228
 _LEAST = 1e-9  # microseconds: a step of one rank may take none
 
-#: Cluster, number of a draw of arrivals -> microseconds.
-Timed = Callable[[Cluster, int], float]
+
+class Blind(NamedTuple):
+    """Errors of predictions of runs of which nothing was given: of times their median and 90th percentile,
+    of ratios of two schemes the median."""
+
+    median: float
+    p90: float
+    ratio: float
+
+
+#: benchmarks/published.py --blind, docs/results/published_blind.json.
+BLIND = Blind(0.195, 0.433, 0.161)
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -67,35 +81,26 @@ UNKNOWN = Estimate(*[math.nan] * 6)
 
 
 def estimates(
-    cluster: Cluster,
-    timed: Sequence[Timed],
-    base: int | None = None,
-    noisy: bool = False,
-    executors: Collection[str] | None = None,
+    cluster: Cluster, costs: Sequence[Cost], base: int | None = None, drawn: Sequence[Sequence[float]] = ()
 ) -> list[Estimate]:
-    """Of each of `timed`. base: which one ratios are to, by default the fastest. noisy: times differ from
-    draw to draw, and their median counts. executors: who runs them, if it is known."""
-
-    if not timed:
+    """Of what costs so much on the cluster. base: which one ratios are to, by default the fastest. drawn: of
+    each, the microseconds of `DRAWS` steps where these differ, draw by draw; their median counts."""
+    if not costs:
         return []
-
-    def logs(of: Cluster, draw: int = 0) -> Any:
-        return np.log([max(one(of, draw), _LEAST) for one in timed])
-
-    found = logs(cluster)
-    covariance = np.zeros((len(timed), len(timed)))
-    for of in uncertainty.moved(cluster, executors):
-        wrong = (logs(of) - found) / uncertainty.STEP
-        covariance += np.outer(wrong, wrong)
-    if noisy:
-        drawn = np.array([found, *(logs(cluster, draw) for draw in range(1, DRAWS))])
-        found = np.median(drawn, axis=0)
-        covariance += np.atleast_2d(np.cov(drawn.T))
+    found = np.log([max(one.time, _LEAST) for one in costs])
+    unsure = sorted({price for one in costs for price, assumed in one.by_price if assumed})
+    shares = np.array([[one.by_price.get((price, True), 0.0) for price in unsure] for one in costs])
+    shares = ASSUMED * shares / np.exp(found)[:, None]
+    covariance = shares @ shares.T
+    if drawn:
+        logs = np.log(np.maximum(drawn, _LEAST))
+        found = np.median(logs, axis=1)
+        covariance += np.atleast_2d(np.cov(logs))
     together, alone = _model(cluster)
-    covariance += together**2 + alone**2 * np.eye(len(timed))
+    covariance += together**2 + alone**2 * np.eye(len(costs))
     variances = np.diag(covariance)
     reach = NormalDist().inv_cdf(0.975) if cluster.scatter is None else _T_10
-    reach = _T_15 if noisy else reach  # standard deviations from the middle to an end
+    reach = _T_15 if drawn else reach  # standard deviations from the middle to an end
     of_times = np.exp(reach * np.sqrt(variances))
     base = int(np.argmin(found)) if base is None else base
     ratios = np.exp(found - found[base])

@@ -8,29 +8,30 @@ import pytest
 from msgspec.structs import replace
 
 from treeattn.cli import compare_table
-from treeattn.collectives import build
-from treeattn.collectives.clusters import description, uncertainty
-from treeattn.collectives.clusters.description import Cluster, Executor, Tier, as_toml
+from treeattn.collectives import build, needs_nodes
+from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.critical_path import Cost, cost
+from treeattn.collectives.clusters.description import Cluster, Executor, Tier
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.traffic import Payload
-from treeattn.errors import ArgumentError
-from treeattn.study.intervals import estimates
+from treeattn.study.intervals import ASSUMED, DRAWS, estimates
 
 
-def machine(scatter=0.0, drift=0.0, **errors):
-    tier = Tier("net", 8, 5.0, 0.0, 0.0, 1e3, errors=errors)
+def machine(scatter=0.0, drift=0.0, assumed=()):
+    tier = Tier("net", 8, 5.0, 0.0, 0.0, 1e3, assumed=assumed)
     return Cluster(
         "made", "", "net", (tier,), {"mpi": Executor(0.0, 0.0, 1e3)}, "mpi", scatter=scatter, drift=drift
     )
 
 
-def timed(scheme):
-    schedule = build(scheme, 8)
-    return lambda cluster, _: simulate(schedule, cluster, tuple(range(8)), Payload(1, 1)).time
+def of_both(cluster):
+    """Estimates of 3 and of 6 latencies."""
+    schedules = (build(scheme, 8) for scheme in ("recursive_doubling", "k_nomial_tree"))
+    runs = [simulate(one, cluster, tuple(range(8)), Payload(1, 1)) for one in schedules]
+    return estimates(cluster, list(map(cost, runs)))
 
 
 REACH = 2.23  # Student's t of 10 degrees of freedom
-BOTH = timed("recursive_doubling"), timed("k_nomial_tree")  # 3 and 6 latencies
 
 
 def width(low, high):
@@ -39,7 +40,7 @@ def width(low, high):
 
 
 def test_prices_that_are_known_leave_nothing_open():
-    first, second = estimates(machine(), BOTH)
+    first, second = of_both(machine())
     assert isclose(first.low, first.high, rel_tol=1e-9)
     assert (second.ratio_low, second.ratio_high) == (pytest.approx(2, rel=1e-3), pytest.approx(2, rel=1e-3))
     assert not second.like_the_baseline
@@ -47,41 +48,57 @@ def test_prices_that_are_known_leave_nothing_open():
 
 
 def test_a_price_that_all_pay_widens_times_and_no_ratio():
-    first, second = estimates(machine(latency=0.1), BOTH)
+    first, second = of_both(machine(assumed=("latency",)))
     for one in (first, second):
-        assert width(one.low, one.high) == pytest.approx(REACH * 0.1, rel=0.05)
+        assert width(one.low, one.high) == pytest.approx(REACH * ASSUMED, rel=0.05)
     assert width(second.ratio_low, second.ratio_high) < 1e-3
 
 
 def test_what_a_model_misses_widens_ratios_and_drift_does_not():
-    _, apart = estimates(machine(scatter=0.1), BOTH)
-    _, together = estimates(machine(drift=0.1), BOTH)
+    _, apart = of_both(machine(scatter=0.1))
+    _, together = of_both(machine(drift=0.1))
     assert width(apart.ratio_low, apart.ratio_high) == pytest.approx(REACH * 0.1 * 2**0.5, rel=0.01)
     assert width(together.low, together.high) == pytest.approx(REACH * 0.1, rel=0.01)
     assert width(together.ratio_low, together.ratio_high) < 1e-6
     assert not apart.like_the_baseline
-    assert estimates(machine(scatter=0.3), BOTH)[1].like_the_baseline
+    assert of_both(machine(scatter=0.3))[1].like_the_baseline
 
 
-def test_noise_is_drawn():
-    """Its median counts, and ratios are taken within a draw."""
-    noisy = [lambda _, draw: 10 * exp(0.1 * (draw % 4)), lambda _, draw: 20 * exp(0.1 * (draw % 4))]
-    first, second = estimates(machine(), noisy, noisy=True)
+def test_arrivals_are_drawn():
+    """The median of the draws counts, and ratios are taken within a draw."""
+    factors = [exp(0.1 * (draw % 4)) for draw in range(DRAWS)]
+    drawn = [[10 * one for one in factors], [20 * one for one in factors]]
+    first, second = estimates(machine(), [Cost({("", False): 10.0})] * 2, drawn=drawn)
     assert first.time == pytest.approx(10 * exp(0.15))
     assert width(first.low, first.high) > 0.2
     assert (second.ratio_low, second.ratio_high) == (pytest.approx(2), pytest.approx(2))
 
 
-def test_of_a_shipped_cluster_what_is_assumed_may_be_wrong_and_nothing_else():
-    cluster = description.load("dgx-h100")
-    known, wrong = uncertainty.prices(cluster), dict.fromkeys(uncertainty.prices(cluster), 0.0)
-    for of in uncertainty.moved(cluster):
-        for name, price in uncertainty.prices(of).items():
-            wrong[name] += (log(price.value / known[name].value) / uncertainty.STEP) ** 2
-    assert {name: pytest.approx(price.error**2) for name, price in known.items()} == wrong
-    assert {"nccl.round", "nvlink.gap", "nvlink.copy", "dgx-h100.memory"} <= {
-        name for name, price in known.items() if price.error == uncertainty.ASSUMED
-    }
+def scaled(cluster, price, factor):
+    """The cluster with that price wrong by a factor."""
+    table, field = price.split(".")
+    part = next((tier for tier in cluster.tiers if tier.name == table), cluster.executors.get(table))
+    wrong = replace(part, **{field: getattr(part, field) * factor})
+    tiers = tuple(wrong if tier is part else tier for tier in cluster.tiers)
+    executors = {name: wrong if of is part else of for name, of in cluster.executors.items()}
+    return replace(cluster, tiers=tiers, executors=executors)
+
+
+@pytest.mark.parametrize("scheme", ["hierarchical", "recursive_doubling", "ring", "k_nomial_tree"])
+def test_a_price_that_is_wrong_moves_a_time_by_its_share(scheme):
+    """As a simulation with the wrong price has it, of every price of a cluster that lies on the path."""
+    cluster, places = description.load("leonardo-booster"), tuple(range(16))
+    nodes = [range(at, at + 4) for at in range(0, 16, 4)]
+    schedule = build(scheme, 16, nodes=nodes if needs_nodes(scheme) else None)
+    found, step = cost(simulate(schedule, cluster, places)), 1e-4
+    assert found.time == pytest.approx(simulate(schedule, cluster, places).time)
+    checked, linear = 0, ("latency", "overhead", "call", "round", "message", "far_round")
+    for (price, _), time in found.by_price.items():
+        if time and price.rpartition(".")[2] in linear:
+            moved = simulate(schedule, scaled(cluster, price, 1 + step), places).time
+            assert (moved - found.time) / step == pytest.approx(time, rel=0.01, abs=0.01), price
+            checked += 1
+    assert checked >= 4
 
 
 def test_how_good_predictions_were_is_summed_up():
@@ -98,18 +115,3 @@ def test_how_good_predictions_were_is_summed_up():
     assert found["within_interval"] == pytest.approx(2 / 3)
     assert found["worst_choice"] == pytest.approx(1.05)
     assert compare_table.accuracy([]) == {}
-
-
-def test_correlated_prices_are_wrong_together():
-    cluster = machine(latency=0.2, bandwidth=0.1)
-    cluster = replace(cluster, correlations={"net.bandwidth": {"net.latency": 1.0}})
-    (moved,) = uncertainty.moved(cluster)
-    tier = moved.tiers[0]
-    assert log(tier.latency / 5) == pytest.approx(2 * log(tier.bandwidth / 1e3))
-
-
-def test_errors_name_prices(tmp_path):
-    path = tmp_path / "c.toml"
-    path.write_text(as_toml(machine(joins=0.1)))
-    with pytest.raises(ArgumentError, match="errors: no price beside it is 'joins'"):
-        description.load(path)

@@ -6,21 +6,20 @@ import pytest
 from msgspec.structs import replace
 
 from treeattn.collectives.clusters import description
-from treeattn.study.compare.prediction import lacking, timed
+from treeattn.study.compare.prediction import lacking, predicted
 from treeattn.study.compare.rows import Key
 
 KEY = Key("reduce", "recursive_doubling", 2, 0, 1, 1, 16, 16, 128, "bfloat16")
 LAPTOP, DGX = description.load("laptop"), description.load("dgx-h100")
 
 
-def predicted(cluster, places, nodes, key):
-    run = timed(cluster, places, nodes, key, {})
-    return run and run(cluster, 0)
+def microseconds(cluster, places, nodes, key):
+    return predicted(cluster, places, nodes, key, {}).time
 
 
 def test_the_host_is_predicted_by_what_a_decoder_takes_on_one_node():
     slots = replace(LAPTOP, executors={"slots": LAPTOP.executors["slots"]}, executor="slots")
-    assert predicted(LAPTOP, (0, 1), [[0, 1]], KEY) == predicted(slots, (0, 1), [[0, 1]], KEY) > 0
+    assert microseconds(LAPTOP, (0, 1), [[0, 1]], KEY) == microseconds(slots, (0, 1), [[0, 1]], KEY) > 0
 
 
 @pytest.mark.parametrize(
@@ -29,12 +28,12 @@ def test_the_host_is_predicted_by_what_a_decoder_takes_on_one_node():
 def test_a_transport_of_gpus_is_predicted_by_its_executor(transport, executor):
     key = replace(KEY, device="cuda", transport=transport)
     alone = replace(DGX, executors={executor: DGX.executors[executor]}, executor=executor)
-    assert predicted(DGX, (0, 1), [[0, 1]], key) == predicted(alone, (0, 1), [[0, 1]], key) > 0
+    assert microseconds(DGX, (0, 1), [[0, 1]], key) == microseconds(alone, (0, 1), [[0, 1]], key) > 0
 
 
 def test_an_executor_without_prices_is_named():
     leonardo, key = description.load("leonardo"), replace(KEY, device="cuda", transport="host")
-    assert predicted(leonardo, (0, 1), [[0], [1]], key) is None
+    assert predicted(leonardo, (0, 1), [[0], [1]], key, {}) is None
     assert lacking(leonardo, (0, 1), key) == (
         "no prices: leonardo: executors: there is no 'mpi'; choose from program"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from treeattn.attention.shape import DTYPES
 from treeattn.collectives.catalog import executor_over
+from treeattn.collectives.clusters.critical_path import Cost, cost
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import simulate
@@ -23,12 +24,12 @@ from treeattn.selection import select
 from treeattn.study.compare.rows import SUM, Key
 from treeattn.study.decode_step import (
     Shape,
-    attention_time,
-    kv_ring_time,
+    attention_cost,
+    kv_ring_cost,
     query_ring_exchange,
-    reduction_time,
+    reduction_cost,
 )
-from treeattn.study.intervals import Estimate, Timed, estimates, words
+from treeattn.study.intervals import Estimate, estimates, words
 
 
 class Predictions(NamedTuple):
@@ -55,12 +56,12 @@ def predictions(
         known: dict[Key, Estimate] = {}
         without: dict[str, None] = {}
         for _, case in groupby(keys, lambda key: key.case):
-            runs: dict[Key, Timed] = {}
+            costs: dict[Key, Cost] = {}
             for key in case:
-                if run := timed(cluster, places, found.nodes, key, own):
-                    runs[key] = run
+                if (one := predicted(cluster, places, found.nodes, key, own)) is not None:
+                    costs[key] = one
                 without[lacking(cluster, places, key)] = None
-            known |= zip(runs, estimates(cluster, list(runs.values())), strict=True)
+            known |= zip(costs, estimates(cluster, list(costs.values())), strict=True)
         shown = "; ".join(filter(None, (named.shown, found.misfit(cluster), *without)))
         return Predictions(known, f"{shown}\n{words(cluster)}")
 
@@ -78,14 +79,14 @@ def lacking(cluster: Cluster, places: Placement, key: Key) -> str:
     return ""
 
 
-def timed(
+def predicted(
     cluster: Cluster,
     places: Placement,
     nodes: Sequence[Sequence[int]],
     key: Key,
     own: Mapping[str, Schedule],
-) -> Timed | None:
-    """What gives the microseconds of one key; None for libraries and baselines without a schedule or a ring's
+) -> Cost | None:
+    """What one key costs; None for libraries and baselines without a schedule or a ring's
     formula, for an executor without prices there, and for whole steps where it does not say how fast a rank
     reads."""
     if key.scheme == SUM or lacking(cluster, places, key):
@@ -96,13 +97,10 @@ def timed(
     size = np.dtype(DTYPES[key.dtype]).itemsize
     shape = Shape(key.tokens, key.heads, key.kv_heads, key.head_dim, key.batch, key.queries, size)
     if key.scheme == "kv_ring":
-        return lambda of, _: kv_ring_time(of, places, shape, executor)
-
-    def step(exchange: Callable[[Cluster], float]) -> Timed:
-        return lambda of, _: attention_time(of, key.ranks, shape) + exchange(of)
-
+        return kv_ring_cost(cluster, places, shape, executor)
+    attention = attention_cost(cluster, key.ranks, shape) if key.what == "decode" else Cost({})
     if key.scheme == "query_ring":
-        return step(lambda of: query_ring_exchange(of, places, shape, executor))
+        return attention + query_ring_exchange(cluster, places, shape, executor)
     selection = select(own.get(key.scheme, key.scheme))
     if selection.own is not None and selection.own.size != key.ranks:  # to run it will say so
         return None
@@ -115,5 +113,5 @@ def timed(
     if key.what == "reduce":
         records = key.batch * key.heads * key.queries
         payload = Payload(records, key.record_bytes // records, key.queries)
-        return lambda of, _: simulate(schedule, of, places, payload, executor).time
-    return step(lambda of: reduction_time(of, places, schedule, shape, executor))
+        return cost(simulate(schedule, cluster, places, payload, executor))
+    return attention + reduction_cost(cluster, places, schedule, shape, executor)

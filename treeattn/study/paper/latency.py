@@ -10,10 +10,10 @@ from treeattn.study.compare.measure import Effort
 from treeattn.study.compare.rows import Key
 from treeattn.study.decode_step import (
     Shape,
-    attention_time,
-    kv_ring_time,
+    attention_cost,
+    kv_ring_cost,
     query_ring_exchange,
-    reduction_time,
+    reduction_cost,
 )
 from treeattn.study.paper import experiment
 from treeattn.study.paper.experiment import IN_THE_FIGURE, MACHINE, Cell, Experiment, Points, Table
@@ -35,16 +35,16 @@ def model(tokens: Sequence[int], ranks: Sequence[int], heads: int, head_dim: int
     any_length = Shape(0, heads, heads, head_dim)
     exchanges = {
         gpus: (
-            query_ring_exchange(cluster, places, any_length),
-            reduction_time(cluster, places, schedule, any_length),
+            query_ring_exchange(cluster, places, any_length).time,
+            reduction_cost(cluster, places, schedule, any_length).time,
         )
         for gpus, (schedule, places) in placed.items()
     }
     for size, gpus in itertools.product(tokens, ranks):
         shape = any_length._replace(tokens=size)
-        attention = attention_time(cluster, gpus, shape)
+        attention = attention_cost(cluster, gpus, shape).time
         query_ring, tree = (attention + exchange for exchange in exchanges[gpus])
-        ring = kv_ring_time(cluster, placed[gpus][1], shape)
+        ring = kv_ring_cost(cluster, placed[gpus][1], shape).time
         largest = (size, gpus) == (max(tokens), max(ranks))
         says = f"close to {RATIO:g}" if largest else IN_THE_FIGURE
         times = (value / 1000 for value in (attention, ring, query_ring, tree))

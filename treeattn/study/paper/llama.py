@@ -21,7 +21,7 @@ from treeattn.llama.model import Llama
 from treeattn.llama.session import Session
 from treeattn.llama.thread_limits import ThreadLimits
 from treeattn.llama.weights import RandomWeights
-from treeattn.study.decode_step import Shape, attention_time, kv_ring_time, reduction_time
+from treeattn.study.decode_step import Shape, attention_cost, kv_ring_cost, reduction_cost
 from treeattn.study.paper.experiment import MACHINE, Cell, Experiment, Table, first_ranks, placed
 
 #: The paper's name of a machine -> its description.
@@ -116,10 +116,10 @@ def simulated(series: Sequence[Series]) -> list[Table]:
         weights = DECODED * 2 * one.parameters / (1e9 * cluster.memory)  # every GPU reads all of them
         for tokens, tree, ring in zip(one.tokens, one.tree, one.ring, strict=True):
             shape = Shape(tokens, one.heads, one.heads, one.head_dim)
-            attention = attention_time(cluster, one.gpus, shape)
+            attention = attention_cost(cluster, one.gpus, shape)
             steps = (
-                attention + reduction_time(cluster, places, schedule, shape),
-                kv_ring_time(cluster, places, shape),
+                (attention + reduction_cost(cluster, places, schedule, shape)).time,
+                kv_ring_cost(cluster, places, shape).time,
             )
             by_tree, by_ring = (DECODED * one.layers * step / 1e6 for step in steps)
             late.append((one.machine, one.model, tokens, ring - tree, by_ring - by_tree))

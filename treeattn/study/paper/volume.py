@@ -10,7 +10,7 @@ from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.traffic import Payload
 from treeattn.study import laws
 from treeattn.study.compare.rows import Key
-from treeattn.study.decode_step import Shape, attention_time, kv_ring_time
+from treeattn.study.decode_step import Shape, attention_cost, kv_ring_cost
 from treeattn.study.paper import experiment
 from treeattn.study.paper.experiment import MACHINE, Cell, Experiment, Points, Table
 
@@ -43,8 +43,8 @@ def model(tokens: int, ranks: int, heads: int, head_dim: int) -> list[Table]:
     of_rank, payload = tokens // ranks, Payload(heads, 4 * (head_dim + 2))
     shard = laws.shard_elements(1, of_rank, heads, head_dim) * CACHE
     attending, ring = (
-        attention_time(cluster, ranks, shape),
-        kv_ring_time(cluster, block(cluster, ranks), shape),
+        attention_cost(cluster, ranks, shape).time,
+        kv_ring_cost(cluster, block(cluster, ranks), shape).time,
     )
     attention, hop = attending / 1e6, (ring - attending) / (ranks - 1) / 1e6
     full, least = (laws.ring_volume(1, of_rank, heads, head_dim, hops) for hops in (ranks, ranks - 1))

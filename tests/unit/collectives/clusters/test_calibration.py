@@ -15,11 +15,12 @@ from msgspec import structs
 from tests.support.drawn import FACTOR, sample
 from treeattn.collectives import build, needs_nodes
 from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.critical_path import cost
 from treeattn.collectives.clusters.description import Cluster, Executor, Protocol, Tier, as_toml
-from treeattn.collectives.clusters.fit import RECORDS, fit, probes
 from treeattn.collectives.clusters.placement import block, node_groups
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.traffic import Payload
+from treeattn.study.fit import RECORDS, fit, probes
 from treeattn.study.intervals import estimates
 
 RECORD = 520
@@ -71,11 +72,11 @@ def test_probes_keep_to_their_tier_and_use_a_rank_once():
 UNSEEN = ("hierarchical", "split_rail", "recursive_doubling", "ring", "k_nomial_tree", "bine")
 
 
-def timed(machine, scheme, payload):
+def simulated(machine, scheme, payload):
     """On any cluster of the machine's shape."""
     places = block(machine, machine.places)
     schedule = build(scheme, machine.places, nodes=groups(machine) if needs_nodes(scheme) else None)
-    return lambda of, _: simulate(schedule, of, places, payload).time
+    return lambda of: simulate(schedule, of, places, payload)
 
 
 def worst(found, truth):
@@ -83,8 +84,8 @@ def worst(found, truth):
     errors = []
     for scheme, records in itertools.product(UNSEEN, (2, 8, 32, 128)):
         assert records not in RECORDS
-        run = timed(truth, scheme, Payload(records, RECORD))
-        errors.append(abs(run(found, 0) / run(truth, 0) - 1))
+        run = simulated(truth, scheme, Payload(records, RECORD))
+        errors.append(abs(run(found).time / run(truth).time - 1))
     return max(errors)
 
 
@@ -93,7 +94,7 @@ def test_what_is_fitted_predicts_other_schemes_and_sizes(nodes, slots):
     truth = machine(nodes, slots)
     wanted = list(probes(groups(truth)))
     measured = {p: took(truth, p) for p in wanted}
-    found, residuals, _ = fit(truth, block(truth, truth.places), RECORD, measured)
+    found, _, _, residuals, _ = fit(truth, block(truth, truth.places), RECORD, measured)
     assert max(abs(residual.error) for residual in residuals) < 0.1
     assert worst(found, truth) < 0.1
 
@@ -121,20 +122,21 @@ def drawn(seed):
 @pytest.mark.slow
 def test_intervals_hold_as_often_as_they_say():
     """Of times and of ratios of schemes and sizes that no probe had, on machines whose prices are known, with
-    6 or 10 % in what is measured. Were ratios wider than they need be, more than nearly all would hold."""
+    6 or 10 % in what is measured. They are wider than they need be, by twice: kinds of probes that were left
+    out are harder to predict than schemes are by all of them."""
     times, ratios, far = [], [], []
     for seed in range(2 * FACTOR):
         truth, measure = drawn(seed)
         places = block(truth, truth.places)
         measured = {probe: measure(took(truth, probe)) for probe in probes(groups(truth))}
-        found, residuals, unseen = fit(truth, places, RECORD, measured)
+        found, _, _, residuals, unseen = fit(truth, places, RECORD, measured)
         assert {one.probe for one in unseen} == {probe for probe in measured if probe.groups}
         assert median(abs(one.error) for one in residuals) < median(abs(one.error) for one in unseen)
         assert 0.05 <= found.scatter < 0.2
         for records in (2, 32, 128):
-            runs = [timed(truth, scheme, Payload(records, RECORD)) for scheme in UNSEEN]
-            each = [measure(run(truth, 0)) for run in runs]
-            for one, time in zip(estimates(found, runs, 0), each, strict=True):
+            runs = [simulated(truth, scheme, Payload(records, RECORD)) for scheme in UNSEEN]
+            each, costs = [measure(run(truth).time) for run in runs], [cost(run(found)) for run in runs]
+            for one, time in zip(estimates(found, costs, 0), each, strict=True):
                 times.append(one.low <= time <= one.high)
                 if not one.is_baseline:
                     ratio = time / each[0]
@@ -142,8 +144,7 @@ def test_intervals_hold_as_often_as_they_say():
                     far.append(abs(math.log(ratio / one.ratio)) / math.log(one.ratio_high / one.ratio))
     assert statistics.fmean(times) >= 0.85
     assert statistics.fmean(ratios) >= 0.85
-    least, most = (0.15, 0.45) if FACTOR == 1 else (0.22, 0.36)
-    assert least < median(far) < most, "half of all lie within 0.3 of the way to the end"
+    assert 0.1 < median(far) < 0.35, "half of all would lie within 0.3 of the way to the end"
 
 
 @pytest.mark.parametrize("name", description.shipped())
@@ -151,9 +152,8 @@ def test_files_are_read_as_they_were_written(name, tmp_path):
     cluster = description.load(name)
     path = tmp_path / "again.toml"
     tier, *outer = cluster.tiers
-    sure = structs.replace(tier, errors={"latency": 0.1})
-    sides = {f"{tier.name}.latency": {f"{tier.name}.overhead": -0.5}}
-    cluster = structs.replace(cluster, tiers=(sure, *outer), scatter=0.25, correlations=sides)
+    unsure = structs.replace(tier, assumed=("latency",))
+    cluster = structs.replace(cluster, tiers=(unsure, *outer), scatter=0.25)
     path.write_text(as_toml(cluster, ["why", "and when"]))
     assert path.read_text().startswith("# why\n# and when\nname = ")
     assert description.load(path) == cluster

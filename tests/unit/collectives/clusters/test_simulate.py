@@ -143,8 +143,8 @@ def test_executors_are_those_that_a_decoder_would_take():
 
 
 def test_what_comes_from_assumed_prices():
-    cluster = two_tiers(1, 2, within=3.0, overhead=0.5, errors={"latency": None})
-    cluster = with_executor(cluster, call=2.0, round=4.0, errors={"round": None})
+    cluster = two_tiers(1, 2, within=3.0, overhead=0.5, assumed=("latency",))
+    cluster = with_executor(cluster, call=2.0, round=4.0, assumed=("round",))
     path = critical_path(simulate(ping()[0], cluster, (0, 1), ping()[1]))
     assert in_words(path) == "10.0 us: 6.0 executor*, 3.0 latency* (node 1), 1.0 overhead of messages"
     assert assumed_share(path) == pytest.approx(0.7)
