@@ -76,7 +76,7 @@ BAD = {
         no-such-file.jsonl                                  | cannot be read (No such file or directory)
         ''                                                  | cannot be read (Is a directory)
         {empty}                                             | hold no rows
-        {cut}                                               | hold no rows
+        {cut}                                               | not a row of treeattn compare
         {text}                                              | not a row of treeattn compare
         {results} --figures pie                             | choose from time, relative
         {results} --figures ''                              | choose from time, relative
@@ -152,11 +152,6 @@ BAD = {
         --cluster laptop --ranks 2 --executor nccl          | choose from slots
         --cluster laptop --ranks 2 --out own.toml           | end in .json
         --cluster none.toml --ranks 2                       | cannot be read
-    """,
-    "visible": """
-        --queries 64                                        | a drawing of 64 tokens ends at 63
-        --queries a                                         | whole numbers
-        --layout sizes=1,2                                  | names 2 shards for 4 ranks
     """,
 }
 CASES = [

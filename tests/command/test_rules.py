@@ -85,12 +85,3 @@ def test_nodes_of_a_tree_see_the_whole_context(cache):
     path, tensors = cache
     save_file(tensors | {"window": np.array([4, 0])}, path)
     assert "leave window out" in in_process("verify", path, code=2).stderr
-
-
-def test_a_drawing_of_a_window(tmp_path):
-    drawn = in_process("visible", "--layout", "interleaved", "--ranks", 2, "--tokens", 8, "--window", "1,1",
-                     "--queries", 4)  # fmt: skip
-    assert drawn.stdout.splitlines() == ["query 4, rank 0 |. . # . | 2..3", "query 4, rank 1 | . # # .| 1..3"]
-    out = tmp_path / "window.svg"
-    in_process("visible", "--format", "svg", "--out", out)
-    assert out.read_text().count('class="seen"') == 4

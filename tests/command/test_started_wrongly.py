@@ -107,7 +107,6 @@ CALIBRATE = "calibrate --out a.toml --seconds 1"
           ("--layout zigzag", "--repeat 3", "--scheme chain", "--check")),
         *((CALIBRATE, other, "the command line differs between ranks") for other in
           ("--seconds 3", "--executor mpi", "--out b.toml")),
-        ("trace chain --out t.json", "--iterations 9", "the command line differs between ranks"),
         (DECODE, "--layout spiral", "unknown layout 'spiral'"),
     ]),
 )  # fmt: skip

@@ -42,7 +42,7 @@ def walked(page, folder, **replaced):
 def test_the_walk_leads_from_where_ranks_are_to_a_schedule_made_for_them(tmp_path):
     page = ROOT / "docs/topology.md"
     commands, printed = walked(page, tmp_path, **{"calibrate --out": "calibrate --seconds 2 --out"})
-    steps = "doctor calibrate simulate compare plot trace decode tune schedule"
+    steps = "doctor calibrate simulate compare plot decode tune schedule"
     for step in steps.split():
         assert f"treeattn {step}" in commands
     for picture in ("timeline.svg", "pairs.svg", "figures/predicted.svg"):

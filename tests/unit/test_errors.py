@@ -19,6 +19,7 @@ def test_every_error_has_one_exit_code():
         "ScheduleError": 2,
         "RestrictionError": 2,
         "BackendError": 1,
+        "MissingPackageError": 1,
         "StateError": 1,
         "TransportError": 2,
         "SharingError": 2,

@@ -220,7 +220,7 @@ def _elsewhere(name: str, array: object, wanted: str) -> ArgumentError:
         return _no_array(name, array)
     places = {"cpu": "in the memory of the host", "cuda": "on a GPU"}
     return ArgumentError(
-        f"{name} lies {places[where]}, but device={wanted!r} was asked for: move the array, or ask for "
+        f"{name} lies {places[where]}, but the step computes with device={wanted!r}: move the array, or say "
         f"device={where!r}"
     )
 

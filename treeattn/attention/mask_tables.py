@@ -229,4 +229,6 @@ def words_of(mask: Array) -> Array:
 
 def _check_positions(name: str, array: Array) -> None:
     if array.dtype.kind not in "iu" or (array.size and not 0 <= array.min() <= array.max() < MAX_POSITION):
-        raise ArgumentError(f"{name} must be whole numbers from 0 to 2^60, not {array.dtype}")
+        raise ArgumentError(
+            f"{name} must be whole numbers from 0 to 2^60, not {array.tolist()!s:.60} of {array.dtype}"
+        )

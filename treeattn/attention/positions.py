@@ -35,7 +35,9 @@ class Runs:
             if count == 0:
                 continue
             last = start + step * (count - 1)
-            if not (above < start and step > 0 < count and last < MAX_POSITION):
+            if last >= MAX_POSITION:
+                raise ArgumentError(f"position {last} is not served: positions are below 2^60")
+            if not (above < start and step > 0 < count):
                 raise ArgumentError(
                     f"positions must ascend from 0 on: a run of {count} from {start} in steps of {step} "
                     f"follows position {above}"
@@ -113,6 +115,8 @@ def as_runs(positions: Any) -> Runs:
             f"positions are {array.dtype} of shape {list(array.shape)}: ascending whole numbers [tokens], "
             "runs (start, step, count), or a layout"
         )
+    if array.size and array.max() >= MAX_POSITION:  # before the difference of two may not fit
+        raise ArgumentError(f"position {array.max()} is not served: positions are below 2^60")
     return Runs(_found(array.astype(np.int64)))
 
 

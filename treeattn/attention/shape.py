@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +66,10 @@ class Shape:
                 raise ArgumentError(
                     f"{name} {value} is not supported: use a multiple of 8 up to {MAX_HEAD_DIM}"
                 )
+        for name in ("dtype", "kv_dtype"):
+            object.__setattr__(self, name, dtype_word(getattr(self, name)))
         if self.dtype not in DTYPES:
-            raise ArgumentError(f"dtype {self.dtype!r} is not supported: use one of {', '.join(DTYPES)}")
+            raise ArgumentError(f"dtype {self.dtype!r:.60} is not supported: use one of {', '.join(DTYPES)}")
         self._check_cache_dtype()
 
     def _check_cache_dtype(self) -> None:
@@ -156,7 +158,7 @@ class Shape:
         if q.shape != self.q_shape:
             raise ArgumentError(
                 f"q has shape {list(q.shape)}, expected [batch, queries, heads, head_dim] = "
-                f"{list(self.q_shape)}"
+                f"{list(self.q_shape)}{in_torch_layout('q', q.shape, self.heads)}"
             )
         self._check_elements("q", q, self.dtype)
 
@@ -170,9 +172,10 @@ class Shape:
         own = k.shape[1 if paged else 0] if len(k.shape) == 4 else None
         if (own, *k.shape[2:]) != (self.page_size or self.batch, self.kv_heads, self.head_dim):
             first = f"any, {self.page_size}" if paged else f"{self.batch}, any"
+            hint = "" if paged else in_torch_layout("k", k.shape, self.kv_heads)
             raise ArgumentError(
                 f"k and v have shape {list(k.shape)}, expected [{axes}, kv_heads, head_dim] = "
-                f"[{first}, {self.kv_heads}, {self.head_dim}]"
+                f"[{first}, {self.kv_heads}, {self.head_dim}]{hint}"
             )
         if tuple(v.shape) != (*k.shape[:3], self.v_dim):
             raise ArgumentError(
@@ -245,6 +248,26 @@ def read_scales(name: str, given: ArrayLike | None) -> float | tuple[float, ...]
     return tuple(array.tolist()) if array.ndim else float(array)
 
 
+def dtype_word(given: Any) -> Any:
+    """The name of what ``dtype=`` takes: a name, or an object of NumPy, ml_dtypes, JAX or torch."""
+    try:
+        return given if isinstance(given, str | None) else np.dtype(given).name
+    except TypeError:
+        return str(given).removeprefix("torch.")
+
+
+def in_torch_layout(name: str, shape: Sequence[int], heads: int) -> str:
+    """The remedy where an array has its axes as torch's attention has them; else nothing."""
+    if len(shape) != 4 or shape[1] != heads or shape[2] == heads:
+        return ""
+    ours, theirs = (
+        ("queries, heads", "heads, queries") if name == "q" else ("tokens, kv_heads", "kv_heads, tokens")
+    )
+    return (
+        f"; {name} is [batch, {ours}, head_dim]; this looks like [batch, {theirs}, head_dim]: transpose(1, 2)"
+    )
+
+
 def bits_of(dtype: str | None) -> str | None:
     """The integer type that carries the bits of a type that NumPy alone does not have; else None."""
     if dtype in FLOAT8:
@@ -271,7 +294,7 @@ def dtype_name(array: Array, dtype: str | None = None, served: Mapping[str, np.d
     if name not in served:
         raise ArgumentError(f"arrays of {name} are not supported: use one of {', '.join(served)}")
     if dtype is not None and dtype != name:
-        raise ArgumentError(f"dtype={dtype!r} was asked for, but the array is {name}")
+        raise ArgumentError(f"the array is {name}, but dtype={dtype!r} (a Decoder's, unless named: bfloat16)")
     return name
 
 
@@ -299,6 +322,21 @@ def check_axes(name: str, array: Array) -> None:
     if array.ndim != 4:
         axes = "[batch, queries, heads, head_dim]" if name == "q" else "[batch, tokens, kv_heads, head_dim]"
         raise ArgumentError(f"{name} has shape {list(array.shape)}, expected four axes {axes}")
+
+
+def check_grouping(q: Sequence[int], k: Sequence[int]) -> None:
+    """Raise `ArgumentError` where heads fit only with axes as torch's attention has them."""
+    (_, queries, heads, _), (_, tokens, kv_heads, _) = q, k
+    if kv_heads == 0 or heads % kv_heads == 0:
+        return
+    swapped = {"q": (queries, kv_heads), "k": (heads, tokens), "q and k": (queries, tokens)}
+    for names, (own, grouped) in swapped.items():
+        if grouped and own % grouped == 0:
+            raise ArgumentError(
+                f"q has shape {list(q)} and k {list(k)}: q is [batch, queries, heads, head_dim], k [batch, "
+                "tokens, kv_heads, head_dim]; this looks like [batch, heads, queries, head_dim]: "
+                f"transpose(1, 2) of {names}"
+            )
 
 
 def check_latent(v_dim: int | None, head_dim: int, scale: float | None) -> None:

@@ -12,7 +12,7 @@ from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray
 from treeattn.attention.pages import BlockTable
 from treeattn.attention.positions import Runs, as_runs
-from treeattn.attention.shape import CACHE_DTYPES, check_number, read_scales
+from treeattn.attention.shape import CACHE_DTYPES, check_number, dtype_word, read_scales
 from treeattn.errors import ArgumentError
 from treeattn.shards import Layout, parse_layout
 
@@ -135,6 +135,7 @@ class CacheFormat:
 
 def _read(given: Shard | CacheFormat, *numbers: str) -> None:
     """Check what both have, and give scales and positions their one form."""
+    object.__setattr__(given, "dtype", dtype_word(given.dtype))
     if given.dtype is not None and given.dtype not in CACHE_DTYPES:
         raise ArgumentError(
             f"dtype {given.dtype!r:.60} is not supported: use one of {', '.join(CACHE_DTYPES)}"

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import BlockTable, check_lengths
-from treeattn.attention.shape import CACHE_DTYPES, Shape, dtype_name, query_dtype, values_of
+from treeattn.attention.shape import CACHE_DTYPES, Shape, check_grouping, dtype_name, query_dtype, values_of
 from treeattn.attention.shard import Shard
 from treeattn.collectives.runtime.memory import Memory, Stream
 from treeattn.collectives.runtime.operator import Operator
@@ -30,10 +30,14 @@ WholeStep = Callable[[Any, Any, Any, Any], bool]
 
 
 def find(name: str, reproducible: str | None = None, ranks: int = 1) -> Device:
-    """The device that ``device=`` names, for results of so many ranks as ``reproducible=`` says. Raises
-    `ArgumentError`, `RestrictionError`; `BackendError` where it is not there."""
+    """The device that ``device=`` names, a word or an object of torch, for results of so many ranks as
+    ``reproducible=`` says. Raises `ArgumentError`, `RestrictionError`; `BackendError` where there is none."""
+    name = str(getattr(name, "type", name))  # torch has objects for them
     if name not in ("cpu", "cuda"):
-        raise ArgumentError(f"device {name!r} is unknown: use 'cpu' or 'cuda'")
+        raise ArgumentError(
+            f"device {name!r:.60} is unknown: use 'cpu' or 'cuda', which is CuPy's current device "
+            "(cupy.cuda.Device(1).use() makes GPU 1 that)"
+        )
     if reproducible is not None:
         from treeattn.backends.cpu import reproducible as bits
 
@@ -71,6 +75,7 @@ def admit(device: Device, q: object, shard: Shard, scale: float | None) -> Admit
     v = values_of(k, v, shard.v_dim, scale)
     query = device.tensor("q", q, None)
     batch, queries, heads, head_dim = query.shape
+    check_grouping(query.shape, k.shape)
     stored = dtype_name(k, {"uint16": "bfloat16"}.get(str(k.dtype), shard.dtype), CACHE_DTYPES)
     page_size = None if shard.block_table is None else k.shape[1]
     cache = stored, shard.k_scale, shard.v_scale, v.shape[3], page_size

@@ -6,9 +6,11 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 
+import treeattn
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
 from treeattn.cli import doctor_gpu, probe
@@ -41,6 +43,9 @@ def command(output: Output) -> int:
 
 
 def _findings() -> Iterator[Finding]:
+    commit = environment.git_revision()
+    what = f"{treeattn.__version__}{f', commit {commit}' if commit else ''}, {Path(treeattn.__file__).parent}"
+    yield Finding("treeattn", "ok", what)
     yield Finding("python", "ok", f"{platform.python_version()} at {sys.executable}")
     cores = len(os.sched_getaffinity(0))
     yield Finding("CPU", "ok", f"{environment.cpu_name()}, {cores} usable cores, {platform.machine()}")

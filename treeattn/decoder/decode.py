@@ -27,12 +27,13 @@ from treeattn.decoder.mask_plan import DeclaredPositions, MaskPlan
 from treeattn.decoder.plan import LocalPlan, selected
 from treeattn.decoder.planned import MaskArguments, PlannedDecode
 from treeattn.decoder.request import Reduction, Request
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, telling_arguments
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement, collectively
 from treeattn.partial import Array
 
 
+@telling_arguments
 def decode(
     q: AnyArray | None,
     k: AnyArray | Shard,

@@ -14,7 +14,7 @@ from treeattn.decoder.mask_plan import DeclaredPositions
 from treeattn.decoder.plan import plan, selected
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.request import Reduction, Request
-from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.errors import ArgumentError, TreeattnError, telling_arguments
 from treeattn.mpi import communicators
 
 
@@ -64,6 +64,7 @@ class Decoder(PlannedDecode):
     `finish` then ends it.
     """
 
+    @telling_arguments
     def __init__(
         self,
         comm: Given = None,
@@ -91,12 +92,13 @@ class Decoder(PlannedDecode):
             how = Reduction.of(scheme)
             stored = held.dtype, held.k_scale, held.v_scale, held.v_dim or 0, held.page_size
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *stored)
+            where = find(device, reproducible, own.size)
             return Request(
                 shape,
                 how,
-                selected(how, own, device),
+                selected(how, own, where.name),
                 scale,
-                find(device, reproducible, own.size),
+                where,
                 rules=Rules.of(rules, heads),
                 reproducible=reproducible,
                 declared=DeclaredPositions(read_positions(held.positions)),

@@ -29,7 +29,7 @@ from treeattn.collectives.runtime.owner import Owner
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import folding, plan_reducer
 from treeattn.decoder.request import Reduction
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, telling_arguments
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement, must_match
 from treeattn.partial import Array
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 _NATURAL_LOG = {"e": 1.0, 2: math.log(2)}  # of the bases that kernels write
 
 
+@telling_arguments
 def merge(
     out: AnyArray,
     lse: AnyArray,

@@ -79,6 +79,12 @@ class PlannedDecode:
         self._latent_of: tuple[Array, Array] | None = None
         self._captured: list[CapturedStep] = []
 
+    def __repr__(self) -> str:
+        buffers, comm = self.plan.buffers, self.plan.comm
+        arrays_ = (buffers.records, buffers.wire, buffers.own, buffers.out, buffers.lse)
+        held = sum({id(array): array.nbytes for array in arrays_}.values())
+        return f"<Decoder: {self.scheme}, rank {comm.rank} of {comm.size}, {held:,} bytes held>"
+
     @property
     def heads(self) -> slice:
         """The query heads that out and lse cover."""

@@ -26,7 +26,7 @@ from treeattn.collectives.runtime.owner import Owner
 from treeattn.decoder.mask_plan import DeclaredPositions, agreed_runs, check_blocks
 from treeattn.decoder.plan import sinks
 from treeattn.decoder.request import refuse
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, telling_arguments
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement
 from treeattn.partial import Array
@@ -38,6 +38,7 @@ CAUSAL = Rules(causal=True)
 Block = tuple[Runs, Array, Array]
 
 
+@telling_arguments
 def prefill(
     q: Array,
     k: Array,
@@ -223,7 +224,7 @@ class Prefill:
                 "the shape or dtype of q, k, v": shape,
                 "scale": factor,
                 "rules": rules,
-                "device": device,
+                "device": place.name,
                 "reproducible": reproducible,
                 "the layout of positions": declared.layout,
             }

@@ -10,13 +10,13 @@ over a `ShardedKV` of several ranks go on with the scores of rank 0. It is the o
 and transformers (5 or newer, the extra ``huggingface``); nothing else here imports it.
 """
 
-from treeattn.errors import BackendError
+from treeattn.errors import BackendError, MissingPackageError
 
 try:
     import torch as _torch  # noqa: F401
     import transformers as _transformers
 except ImportError as error:
-    raise BackendError(f"treeattn.huggingface: {error}; pip install 'treeattn[huggingface]'") from None
+    raise MissingPackageError(f"treeattn.huggingface: {error}; pip install 'treeattn[huggingface]'") from None
 
 if int(_transformers.__version__.split(".")[0]) < 5:
     raise BackendError(

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from treeattn.collectives.runtime.communicator import MpiCommunicator
-from treeattn.errors import BackendError
+from treeattn.errors import MissingPackageError
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement
 
@@ -49,7 +49,7 @@ def _limited(threads: int, ranks: int) -> Any:
     try:
         from threadpoolctl import threadpool_limits
     except ImportError:
-        raise BackendError(
+        raise MissingPackageError(
             f"{ranks} ranks of a node would each take all of its cores: "
             "pip install 'treeattn[models]', or set OPENBLAS_NUM_THREADS"
         ) from None

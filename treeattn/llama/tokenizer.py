@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from treeattn.errors import ArgumentError, BackendError
+from treeattn.errors import ArgumentError, MissingPackageError
 
 
 class Tokenizer:
@@ -19,7 +19,7 @@ class Tokenizer:
         try:
             from tokenizers import Tokenizer as Reader
         except ImportError:
-            raise BackendError(
+            raise MissingPackageError(
                 "text needs the tokenizers library: pip install 'treeattn[models]', or pass --prompt-ids"
             ) from None
         path = Path(directory) / "tokenizer.json"

@@ -6,7 +6,7 @@ import ctypes
 import sys
 from typing import Any
 
-from treeattn.errors import BackendError
+from treeattn.errors import BackendError, MissingPackageError
 
 
 def load(initialize: bool = True) -> Any:
@@ -22,7 +22,7 @@ def load(initialize: bool = True) -> Any:
     except (ImportError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else repr(error)
         lacking = "mpi4py mpich" if getattr(error, "name", None) == "mpi4py" else "mpich"
-        raise BackendError(
+        raise MissingPackageError(
             f"no MPI library could be loaded ({reason}): install one with `pip install {lacking}`, or load "
             "your site's MPI module; ranks of torchrun call torch.distributed.init_process_group instead"
         ) from error

@@ -45,7 +45,7 @@ def software() -> dict[str, Any]:
         "platform": platform.platform(),
         "packages": {name: installed_version(name) for name in names},
         "mpi": None if launch.launched().launcher == launch.TORCHRUN else library.version(),
-        "git": _git_revision(),
+        "git": git_revision(),
         "command": [_program(sys.argv[0]), *sys.argv[1:]],
     }
 
@@ -137,7 +137,7 @@ def installed_version(name: str) -> str | None:
         return None
 
 
-def _git_revision() -> str | None:
+def git_revision() -> str | None:
     """Commit of the checkout that this runs from, with ``+dirty`` if it was changed; None elsewhere."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():

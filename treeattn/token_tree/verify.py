@@ -28,7 +28,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
 from treeattn.decoder.plan import folding
 from treeattn.decoder.request import Reduction, refuse
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, telling_arguments
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement
 from treeattn.partial import Array
@@ -38,6 +38,7 @@ from treeattn.token_tree.tree import TokenTree
 _NAMES, _OVER = ("q", "k", "v", "draft_k", "draft_v"), "a tree is verified over"
 
 
+@telling_arguments
 def verify(
     q: AnyArray,
     k: AnyArray | Shard,
@@ -144,10 +145,10 @@ class Verifier:
         with Agreement(comm) as agreed:
             agreed.must_match = {"owner": check_owner(owner)}
             because = "drafts join the records of the context before a reduction to every rank"
-            folding(scheme, because, comm, device)
+            self._device = find(device, reproducible, comm.size)
+            folding(scheme, because, comm, self._device.name)
             self.shape = Shape(batch, nodes, heads, kv_heads, head_dim, dtype)
             refuse({"blocks": reproducible == "blocks", "mask": True})
-            self._device = find(device, reproducible, comm.size)
             self._device.check_shape(self.shape)
             self._drafts = _Drafts(self.shape, self._device, scale)
         self.owner, self._size, self._rank = owner, comm.size, comm.rank

@@ -67,7 +67,8 @@ SLICE, ASCEND = "a slice needs an end, and a step above 0", "must ascend"
         (np.array([[1, 2]]), "positions are int64 of shape"),
         (np.array([0.5, 1]), "positions are float64 of shape"),
         ([(0.5, 1, 3)], "a run is three whole numbers"),
-        *((given, ASCEND) for given in ([(4, 0, 3)], [(4, 1, 3), (6, 1, 1)], [(MAX_POSITION, 1, 1)])),
+        *((given, ASCEND) for given in ([(4, 0, 3)], [(4, 1, 3), (6, 1, 1)])),
+        ([(MAX_POSITION, 1, 1)], "positions are below 2"),
     ],
     ids=str,
 )

@@ -17,7 +17,7 @@ import numpy as np
 
 from treeattn.backends.cuda import compile as cuda_source
 from treeattn.backends.cuda import driver as cuda_driver
-from treeattn.errors import ArgumentError, BackendError, TransportError
+from treeattn.errors import ArgumentError, BackendError, MissingPackageError, TransportError
 
 _INSTALL = "install treeattn[cuda12] or treeattn[cuda13], whichever CUDA version the driver has (nvidia-smi)"
 _NO_IPC = (
@@ -72,7 +72,7 @@ def _cupy() -> Any:
             import cupy
     except ImportError as error:
         missing = error.name == "cupy"
-        raise BackendError(
+        raise MissingPackageError(
             f"no CuPy: {_INSTALL}" if missing else f"CuPy does not load: {error}; {_INSTALL}"
         ) from error
     if cupy.cuda.runtime.is_hip:

@@ -1,0 +1,91 @@
+"""What is said in the words of other libraries is taken, or told in ours."""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import treeattn
+from treeattn.attention.positions import as_runs
+from treeattn.mpi import library
+
+Q, K = np.zeros((1, 1, 16, 128), np.float32), np.zeros((1, 64, 4, 128), np.float32)
+PLAN = {"heads": 16, "kv_heads": 4, "head_dim": 128}
+
+
+class TorchType:
+    """As torch's types say their names; NumPy cannot read it."""
+
+    def __repr__(self) -> str:
+        return "torch.bfloat16"
+
+
+@pytest.mark.parametrize("dtype", [TorchType(), ml_dtypes.bfloat16, np.dtype(ml_dtypes.bfloat16), "bfloat16"])
+def test_types_are_names_or_objects(dtype):
+    device = SimpleNamespace(type="cpu", index=None)  # as torch.device has them
+    with treeattn.Decoder(**PLAN, dtype=dtype, device=device) as decoder:
+        assert decoder.shape.dtype == "bfloat16"
+    assert treeattn.CacheFormat(dtype=dtype).dtype == treeattn.Shard(K, K, dtype=dtype).dtype == "bfloat16"
+    assert treeattn.decode(Q, K, K, device=device)[0].shape == Q.shape
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "which"), [("swap", "swap", "q and k"), ("swap", "keep", "q"), ("keep", "swap", "k")]
+)
+def test_the_layout_of_torch_is_named(q, k, which):
+    q, k = (one.swapaxes(1, 2) if how == "swap" else one for one, how in ((Q, q), (K, k)))
+    with pytest.raises(treeattn.ArgumentError, match=rf"looks like .*: transpose\(1, 2\) of {which}$"):
+        treeattn.decode(q, k, k)
+    decoder = treeattn.Decoder(**PLAN, dtype="float32")
+    with decoder, pytest.raises(treeattn.ArgumentError, match=r"this looks like .*: transpose\(1, 2\)$"):
+        decoder(q, k, k)
+
+
+@pytest.mark.parametrize(
+    ("call", "word", "meant"),
+    [
+        (treeattn.decode, "softmax_scale", "scale="),
+        (treeattn.decode, "causal", r"rules=treeattn.Rules\(causal=..\)"),
+        (treeattn.decode, "positions", r"treeattn.Shard\(k, v, positions=..\)"),
+        (treeattn.decode, "lenghts", "lengths="),
+        (treeattn.Decoder, "num_heads", "heads="),
+        (treeattn.merge, "group", "comm="),
+    ],
+)
+def test_an_unknown_keyword_argument_tells_which_is_meant(call, word, meant):
+    with pytest.raises(TypeError, match=f"{call.__name__} has no argument '{word}': did you mean {meant}"):
+        call(**{word: 1})
+
+
+@pytest.mark.parametrize(
+    "positions", [np.array([2**62, 2**63 - 1]), np.array([0, 2**63 + 1], np.uint64), [(2**62, 1, 4)]]
+)
+def test_positions_have_an_end(positions):
+    with pytest.raises(treeattn.ArgumentError, match=r"position \d+ is not served: .* below 2\^60"):
+        as_runs(positions)
+
+
+def test_a_default_was_not_asked_for():
+    with (
+        treeattn.Decoder(**PLAN) as decoder,
+        pytest.raises(treeattn.ArgumentError, match="unless named") as told,
+    ):
+        decoder(Q, K, K)
+    assert "asked for" not in str(told.value)
+
+
+def test_a_decoder_says_what_it_is():
+    with treeattn.Decoder(**PLAN, scheme="chain") as decoder:
+        held = decoder.records.nbytes + decoder.out.nbytes + decoder.lse.nbytes
+        assert repr(decoder) == f"<Decoder: chain, rank 0 of 1, {held:,} bytes held>"
+    assert "chain" in repr(decoder)  # closed
+
+
+def test_a_missing_package_is_an_import_error(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(ImportError, match="no MPI library could be loaded"):
+        library.load()
