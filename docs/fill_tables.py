@@ -127,13 +127,13 @@ def schemes(ranks: str) -> str:
     """The catalogue, and what its proofs say of schedules on nodes of 4 ranks."""
     rows = []
     for scheme in CATALOG.values():
-        costs = ["-"] * 4
+        costs = ["-"] * 3
         if scheme.generator:
             nodes = (4,) * (int(ranks) // 4) if needs_nodes(scheme.name) else None
             known = check(build(scheme.name, int(ranks), nodes=nodes))
-            costs = [str(cost) for cost in (known.determinism, known.rounds, known.depth, known.messages)]
+            costs = [str(cost) for cost in (known.determinism, known.rounds, known.messages)]
         rows.append([f"`{scheme.name}`", scheme.summary, *costs])
-    return _markdown(["scheme", "what it is", "class", "rounds", "depth", "messages"], rows)
+    return _markdown(["scheme", "what it is", "class", "rounds", "messages"], rows)
 
 
 def _us(value: float) -> str:

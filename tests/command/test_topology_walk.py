@@ -45,7 +45,7 @@ def test_the_walk_leads_from_where_ranks_are_to_a_schedule_made_for_them(tmp_pat
     steps = "doctor calibrate simulate compare plot decode tune schedule"
     for step in steps.split():
         assert f"treeattn {step}" in commands
-    for picture in ("timeline.svg", "pairs.svg", "figures/predicted.svg"):
+    for picture in ("timeline.svg", "figures/predicted.svg"):
         ElementTree.parse(tmp_path / picture)
     assert "tuned@" in printed
     assert (tmp_path / "timeline.svg").read_text() == Path(ROOT / "docs/images/timeline.svg").read_text()
