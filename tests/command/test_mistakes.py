@@ -136,7 +136,6 @@ BAD = {
         --cluster laptop --ranks 9                          | has 8 places
         --cluster laptop --ranks 2 --arrivals 0+1us+2us     | 3 instants for 2 ranks
         --cluster laptop --ranks 2 --arrivals soon          | 'soon': take together
-        --cluster laptop --ranks 2 --baseline ring          | not among what is simulated
         --cluster laptop --ranks 2 --schemes {own}          | own.json: size: the schedule is for 3 ranks
         --cluster laptop --ranks 2 --schemes mpi_allreduce  | has no schedule
         --cluster laptop --ranks 2 --schemes sorcery        | there is no scheme

@@ -23,12 +23,11 @@ schedule hierarchical --ranks 5 --nodes 3+2 --format svg --out a.svg
 schedule uneven_nodes:nodes=3+2 --ranks 5 --format json
 schedule own.json --format goal --records 8 --record-bytes 72 --merge-ns 5 --out a.goal
 schedule chain --ranks 2 --format chakra --out a
-simulate --cluster laptop --ranks 3 --schemes ring,own.json,k_ary_tree:radix=2 --json a.json --wide
-simulate --cluster dgx-h100 --ranks 16 --schemes ring --placement block,cyclic,suited --baseline ring
+simulate --cluster laptop --ranks 3 --schemes ring,own.json,k_ary_tree:radix=2 --json a.json
+simulate --cluster dgx-h100 --ranks 16 --schemes ring --placement block,cyclic,suited
 simulate --cluster leonardo --ranks 8 --arrivals late:20us --executor program
-simulate --cluster dgx-h100 --ranks 8 --tokens 64k --kv-heads 4 --heads 8 --head-dim 64 --batch 2 --queries 3
+simulate --cluster dgx-h100 --ranks 8 --tokens 64k --kv-heads 4 --heads 8 --head-dim 64
 simulate --cluster laptop --ranks 2 --placement 0+2 --arrivals 0+1us --schemes chain --format trace --out c
-simulate --list
 tune --cluster laptop --ranks 4 --placement cyclic --executor slots --moves 20 --seed 3 --out b.json
 plot results.jsonl --figures time,relative --format svg,png --width 3in --baseline kv_ring --out f
 report results.jsonl --title x --baseline kv_ring --out a.html

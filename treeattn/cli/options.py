@@ -136,21 +136,17 @@ def grouped(
 class Sizes(NamedTuple):
     """Of a query and of what is reduced for it."""
 
-    batch: int
-    queries: int
     heads: int
     head_dim: int
 
     @property
     def payload(self) -> Payload:
         """The records of one rank, in float32."""
-        return Payload(self.batch * self.heads * self.queries, 4 * (self.head_dim + 2), self.queries)
+        return Payload(self.heads, 4 * (self.head_dim + 2))
 
 
 size_options = grouped(
     "sizes", Sizes,
-    click.option("--batch", type=SIZE, default=1),
-    click.option("--queries", type=SIZE, default=1),
     click.option("--heads", type=SIZE, default=16),
     click.option("--head-dim", type=SIZE, default=128),
 )  # fmt: skip

@@ -16,7 +16,7 @@ from treeattn.cli.options import Output, Sizes
 from treeattn.cli.scheme import build, from_file, is_file
 from treeattn.collectives import Schedule
 from treeattn.collectives.catalog import with_result
-from treeattn.collectives.clusters import description, placement
+from treeattn.collectives.clusters import placement
 from treeattn.collectives.clusters.arrivals import TOGETHER, Arrivals, arrivals
 from treeattn.collectives.clusters.critical_path import assumed_share, cost, critical_path, in_words
 from treeattn.collectives.clusters.description import Cluster
@@ -60,7 +60,6 @@ class Row(NamedTuple):
 
 @click.command("simulate")
 @options.CLUSTER
-@click.option("--list", "listing", is_flag=True, help="Only name the shipped clusters.")
 @click.option("--ranks", type=options.RANKS, help="Number of ranks; FILE.json says it itself.")
 @click.option("--schemes", default=_SCHEMES, metavar="A,B,..|all", help="Schedules by name, or FILE.json.")
 @options.RESULT
@@ -73,13 +72,11 @@ class Row(NamedTuple):
 @click.option("--kv-heads", type=options.SIZE, help="With --tokens.  [heads]")
 @click.option("--arrivals", "late", callback=options.read(arrivals), metavar="P:T|T+T+..|FILE",
               help="random, exponential, ascending, late:100us; each rank's instant.")  # fmt: skip
-@click.option("--baseline", metavar="S", help="Ratios are to this one.  [the fastest]")
 @click.option("--format", "form", type=click.Choice(["table", *_DRAWINGS]), default="table",
               help="svg, trace (for ui.perfetto.dev): one scheme over time.")  # fmt: skip
-@options.output_options("Write the drawing here instead of to the screen.")
+@options.output_options("Write the drawing here instead of to the screen.", wide=False)
 def command(
     cluster: str | None,
-    listing: bool,
     ranks: int | None,
     schemes: str,
     result: Result,
@@ -89,7 +86,6 @@ def command(
     tokens: int | None,
     kv_heads: int | None,
     late: Arrivals | None,
-    baseline: str | None,
     form: str,
     output: Output,
 ) -> None:
@@ -97,9 +93,6 @@ def command(
 
     Each time and each ratio has an interval: docs/topology.md says what it holds.
     """
-    if listing:
-        _list()
-        return
     named = needed(cluster)
     names = [name.strip() for name in schemes.split(",")]
     own = next((from_file(name) for name in names if is_file(name)), None)
@@ -130,7 +123,7 @@ def command(
             step = DecodeStep(attention, one.time, attention + one.time, *rings)
         rows.append(Row(name, where, one, step))
         say(f"{len(rows)} simulated, {name} the last of them")
-    rows = _estimated(rows, baseline, sizes.payload, late)
+    rows = _estimated(rows, sizes.payload, late)
     made = Report({
         "cluster": named.cluster.name,
         "named_by": named.by,
@@ -147,7 +140,7 @@ def command(
             f"simulated: {ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each{to_root}; "
             f"run by {runs}"
         )
-        _show(made, rows, baseline, late)
+        _show(made, rows, late)
     elif len(rows) != 1:
         raise ArgumentError(f"--format {form} draws one scheme under one placement, not {len(rows)}: name it")
     output.report(made)
@@ -155,30 +148,19 @@ def command(
         output.draw(_DRAWINGS[form](rows[0].simulation), f"{rows[0].scheme} on {ranks} ranks over time")
 
 
-def _estimated(found: list[Row], baseline: str | None, payload: Payload, late: Arrivals) -> list[Row]:
-    """Rows in the order of their times, each with its interval and that of its ratio to the baseline."""
-    names = [row.scheme for row in found]
-    if baseline is not None and baseline not in names:
-        raise ArgumentError(f"--baseline {baseline}: is not among what is simulated; add it to --schemes")
+def _estimated(found: list[Row], payload: Payload, late: Arrivals) -> list[Row]:
+    """Rows in the order of their times, each with its interval and that of its ratio to the fastest."""
 
     def arriving(one: Simulation, draw: int) -> Simulation:
         starts = late.starts(draw, one.schedule.size)
         return simulate(one.schedule, one.cluster, one.places, payload, one.executor, starts)
 
-    first = None if baseline is None else names.index(baseline)
     runs = [row.simulation for row in found]
     drawn = [[arriving(one, at).completion for at in range(DRAWS)] for one in runs] if late.drawn else []
     costs = [cost(one if late == TOGETHER else arriving(one, 0)) for one in runs]
-    sure = estimates(runs[0].cluster, costs, first, drawn)
+    sure = estimates(runs[0].cluster, costs, drawn=drawn)
     rows = [row._replace(estimate=estimate) for row, estimate in zip(found, sure, strict=True)]
     return sorted(rows, key=lambda row: row.estimate.time)
-
-
-def _list() -> None:
-    for name in description.shipped():
-        cluster = description.load(name)
-        executors = ", ".join(cluster.executors)
-        print(f"{name:12} {cluster.places:>6} places  {cluster.about} (executors: {executors})")
 
 
 def _shape(sizes: Sizes, tokens: int | None, kv_heads: int | None) -> Shape | None:
@@ -191,7 +173,7 @@ def _shape(sizes: Sizes, tokens: int | None, kv_heads: int | None) -> Shape | No
         return None
     if sizes.heads % (kv_heads or 1):
         raise ArgumentError(f"--kv-heads {kv_heads} does not divide --heads {sizes.heads}: give a divisor")
-    return Shape(tokens, sizes.heads, kv_heads or sizes.heads, sizes.head_dim, sizes.batch, sizes.queries)
+    return Shape(tokens, sizes.heads, kv_heads or sizes.heads, sizes.head_dim)
 
 
 def _cases(
@@ -235,7 +217,7 @@ def placed(cluster: Cluster, ranks: int, where: str) -> Placement:
     return places
 
 
-def _show(made: Report, rows: list[Row], baseline: str | None, late: Arrivals) -> None:
+def _show(made: Report, rows: list[Row], late: Arrivals) -> None:
     fastest = rows[0]
     columns: list[Column[Row]] = [Column("scheme", words=True)]
     if len({row.placement for row in rows}) > 1:
@@ -243,17 +225,16 @@ def _show(made: Report, rows: list[Row], baseline: str | None, late: Arrivals) -
     columns += [
         Column("µs", lambda row: row.estimate.time, microseconds),
         Column("95 %", lambda row: row.estimate.interval),
-        Column("x baseline" if baseline else "x fastest", lambda row: row.estimate.ratio_interval),
+        Column("x fastest", lambda row: row.estimate.ratio_interval),
         Column(
             "x floor",
             lambda row: row.simulation.time / row.simulation.bound if row.simulation.bound else None,
             ".2f",
         ),
-        Column("messages", lambda row: _between(row.simulation, "messages"), count, wide=True),
-        Column("bytes", lambda row: _between(row.simulation, "bytes"), count, wide=True),
-        Column("NIC", lambda row: row.simulation.busiest_card, count, wide=fastest.step is not None),
     ]
-    if fastest.step is not None:
+    if fastest.step is None:
+        columns.append(Column("NIC", lambda row: row.simulation.busiest_card, count))
+    else:
         columns.append(Column("step, µs", lambda row: row.step and row.step.time, microseconds))
     made.table(rows, columns)
     made.line()
@@ -261,7 +242,8 @@ def _show(made: Report, rows: list[Row], baseline: str | None, late: Arrivals) -
         made.line(f"times from the first entry on, with arrivals {late.text}; below, ranks enter together")
     made.line(intervals.alike((row.scheme, row.estimate) for row in rows))
     made.line(intervals.words(fastest.simulation.cluster))
-    made.line("NIC: bytes of the card that sends most; messages and bytes: between nodes, of all ranks")
+    if fastest.step is None:
+        made.line("NIC: bytes of the card that sends most")
     made.line(f"floor, what no scheme is faster than: {microseconds(fastest.simulation.bound)} µs")
     if (step := fastest.step) is not None:
         both = f"attention {step.attention:,.1f} µs + reduction {step.reduction:,.1f} µs"
@@ -270,11 +252,6 @@ def _show(made: Report, rows: list[Row], baseline: str | None, late: Arrivals) -
     made.line(f"{fastest.scheme}: {in_words(path)}")
     if share := assumed_share(path):
         made.line(f"*: by prices that are assumed, not measured; they make {share:.0%} of this time")
-
-
-def _between(simulation: Simulation, what: str) -> int:
-    outer = simulation.traffic[simulation.cluster.node_tier + 1 :]
-    return sum(getattr(traffic, what) for traffic in outer)
 
 
 def _facts(row: Row) -> dict[str, object]:
