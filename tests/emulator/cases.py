@@ -1,7 +1,7 @@
-"""THE table of attention cases, which the CPU backend, the emulator and a GPU all have to pass.
+"""Attention cases, which the CPU backend, the emulator and a GPU all have to pass: a table, and drawn ones.
 
-`Case.inputs()` makes NumPy arrays, `Case.expected()` asks the float64 oracle, `Case.check()` holds
-results to what the package promises.
+`Case.inputs()` makes NumPy arrays; `Case.check()` asks the float64 oracle and holds results to what the
+package promises.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from treeattn.attention.positions import Runs
 __all__ = ["CASES", "ON_THE_PROCESSOR", "Case", "Inputs", "is_tensor_core_case"]
 
 Array = np.ndarray[Any, Any]
-_DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+_DTYPES = {
+    "float32": np.float32,
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float64": np.float64,
+}
+_TYPES_8 = ("float8_e4m3fn", "float8_e5m2")
 
 
 class Inputs(NamedTuple):
@@ -44,7 +50,7 @@ class Case:
     scores: their largest size, about. drafts: tokens at the end, under a random tree.
     causal .. alibi: as `treeattn.decode` takes them; runs: where tokens stand, (start, step, count);
     q_at: where queries stand in each sequence, None: anywhere. v_dim: of latent attention, values are the
-    first channels of the keys.
+    first channels of the keys. kv: type of the cache, of 8 bits with scales; None: that of q.
     """
 
     dtype: str
@@ -69,6 +75,43 @@ class Case:
     q_at: tuple[int, ...] | None = None
     begins: tuple[int, ...] | None = None
     v_dim: int | None = None
+    kv: str | None = None
+
+    @classmethod
+    def draw(cls, seed: int, head_dims: tuple[int, ...], dtypes: tuple[str, ...]) -> Case:
+        """Any shape and any rules together, always the same of a seed."""
+        rng = np.random.default_rng(seed)
+
+        def some(probability: float, value: Any) -> Any:
+            return value if rng.random() < probability else None
+
+        latent = rng.random() < 0.15
+        tokens, batch = int(rng.choice([1, 7, 40, 130, 300, 700])), int(rng.integers(1, 4))
+        drafts = min(int(rng.choice([0, 0, 0, 1, 33])), tokens)
+        cut = int(rng.integers(1, tokens + 1))
+        side = (some(0.7, int(rng.integers(tokens))), some(0.7, int(rng.integers(tokens))))
+        return cls(
+            dtype="float16" if latent and "float64" not in dtypes else str(rng.choice(dtypes)),
+            head_dim=576 if latent else int(rng.choice(head_dims)),
+            v_dim=512 if latent else None,
+            kv=some(0.3, str(rng.choice(_TYPES_8))),
+            group=int(rng.choice([1, 2, 3, 4, 8])),
+            kv_heads=1 if latent else int(rng.integers(1, 4)),
+            queries=int(rng.choice([1, 1, 2, 3, 9, 17])),
+            tokens=tokens,
+            batch=batch,
+            lengths=some(0.5, tuple(rng.integers(drafts, tokens + 1, batch).tolist())),
+            splits=int(rng.integers(1, 6)),
+            layout=str(rng.choice(["tokens", "heads", "gaps"])),
+            drafts=drafts,
+            causal=rng.random() < 0.4,
+            window=some(0.4, side),
+            leading=int(rng.choice([0, 0, 5])),
+            softcap=some(0.3, float(rng.choice([1.0, 20.0]))),
+            alibi=rng.random() < 0.3,
+            runs=some(0.5, ((3, 2, cut), (3 + 2 * cut, 1, tokens - cut))),
+            begins=some(0.3, tuple(rng.integers(0, tokens + 3, batch).tolist())),
+        )
 
     def __str__(self) -> str:
         parts = [self.dtype, f"d{self.head_dim}", f"g{self.group}", f"q{self.queries}", f"t{self.tokens}"]
@@ -86,6 +129,7 @@ class Case:
         parts += [f"at{'+'.join(map(str, self.q_at))}"] if self.q_at else []
         parts += [f"begins{'+'.join(map(str, self.begins))}"] if self.begins else []
         parts += [f"v{self.v_dim}"] if self.v_dim else []
+        parts += [self.kv] if self.kv else []
         parts += [] if self.tensor_cores else ["fma"]
         return "-".join(parts)
 
@@ -98,6 +142,13 @@ class Case:
     def width(self) -> int:
         """Channels of a value."""
         return self.v_dim or self.head_dim
+
+    @property
+    def scales(self) -> dict[str, Array]:
+        """Of each KV head, what elements of a cache of 8 bits are multiplied with."""
+        numbers = np.linspace(0.5, 3.0, self.kv_heads, dtype=np.float32)
+        values = numbers if self.v_dim else numbers[::-1] / 2
+        return {"k_scale": numbers, "v_scale": values} if self.kv else {}
 
     @property
     def heads(self) -> int:
@@ -123,9 +174,10 @@ class Case:
         """The arrays, always the same. What nobody may see is NaN: it must not be read."""
         rng = np.random.default_rng(20)
         dtype = _DTYPES[self.dtype]
+        kind = np.dtype(self.kv or dtype)
         shape = (self.batch, self.tokens, self.kv_heads, self.head_dim)
         q = rng.standard_normal((self.batch, self.queries, self.heads, self.head_dim)) * self.scores / 4
-        k, v = (self._lay_out(rng.standard_normal(shape).astype(dtype)) for _ in "kv")
+        k, v = (self._lay_out(rng.standard_normal(shape).astype(kind)) for _ in "kv")
         hidden = ~self.seen().any(axis=1)
         k[hidden], v[hidden] = np.nan, np.nan
         v = k[..., : self.v_dim] if self.v_dim else v
@@ -242,6 +294,9 @@ class _Expected(NamedTuple):
 def _expected(case: Case) -> _Expected:
     """The oracle's answer, which looks at every token."""
     q, k, v, _, _ = case.inputs()
+    if case.kv:
+        scales = case.scales
+        k, v = k.astype(float) * scales["k_scale"][:, None], v.astype(float) * scales["v_scale"][:, None]
     part = reference.partial(
         *(q, k, v),
         scale=case.scale,
@@ -279,7 +334,7 @@ _ALL_RULES: dict[str, Any] = {
 
 CASES = (
     # Every type and head dimension, one query head for each KV head.
-    *(Case(dtype, d, splits=3) for dtype in _DTYPES for d in (64, 80, 96, 128, 256, 512)),
+    *(Case(t, d, splits=3) for t in ("float32", "float16", "bfloat16") for d in (64, 80, 96, 128, 256, 512)),
     # Grouping and several queries: tensor cores for 16 bits, multiply-add for the rest.
     *(
         Case(dtype, d, group=4, splits=2)
@@ -416,8 +471,29 @@ CASES = (
     Case("bfloat16", 576, v_dim=512, group=6, **_ALL_RULES),
 )
 
-#: Latent caches in float32, which no kernel of a GPU takes.
+#: What no kernel of a GPU takes: latent caches in float32, other head dimensions; and edges of the C kernels.
 ON_THE_PROCESSOR = (
+    *(Case("bfloat16", 128, batch=2, tokens=n) for n in (15, 16, 63, 64, 65, 1024, 1025, 4096)),
+    *(
+        Case("float32", 64, batch=2, tokens=83, kv_heads=k, group=g)
+        for k, g in ((5, 1), (3, 2), (1, 7), (2, 5))
+    ),
+    *(Case("float16", n, kv_heads=1, tokens=40) for n in (*range(8, 136, 8), 160, 192, 200)),
+    # Many rows of a KV head, by tiles.
+    *(
+        Case(t, d, group=g, kv_heads=k, queries=n, tokens=tokens, batch=batch)
+        for t in ("float32", "float16", "bfloat16")
+        for batch, n, k, g, d, tokens in (
+            *(
+                (1, 20, 2, 2, 64, 100),
+                (2, 49, 1, 1, 128, 509),
+                (1, 3, 1, 20, 80, 1100),
+                (2, 400, 1, 2, 24, 47),
+            ),
+            *((1, 40, 1, 1, 8, 49), (1, 35, 1, 1, 200, 0), (1, 9, 2, 4, 256, 1), (1, 11, 1, 7, 72, 96)),
+        )
+    ),
+    *(Case(t, 24, group=2, scores=1e4, tokens=300, queries=2) for t in ("float32", "float16", "bfloat16")),
     *(Case("float32", 576, v_dim=512, kv_heads=1, group=g, splits=3) for g in (16, 21)),
     Case("float32", 576, v_dim=512, kv_heads=1, group=16, batch=4, tokens=70, lengths=(70, 33, 1, 0)),
     Case("float32", 576, v_dim=512, kv_heads=1, group=4, tokens=0),

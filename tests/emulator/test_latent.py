@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import treeattn
-from tests.support import verbs
 from tests.support.drawn import sample
 from treeattn import reference
 from treeattn.backends import cuda
@@ -75,33 +74,6 @@ def test_a_decoder_follows_a_growing_cache(runtime: EmulatorRuntime) -> None:
             assert_exact(q, k, *decoder(q, k, None, lengths.tolist()), **wanted)
             assert_exact(q, k, *step(), **wanted)
         assert runtime.allocations <= allocations + 1  # room for lengths of the host
-
-
-@needs_emulator
-@pytest.mark.parametrize("kind", sample(1, [ml_dtypes.bfloat16, *variants.TYPES_8]))
-def test_pages_have_the_bits_of_one_piece(kind: Any) -> None:
-    rng = np.random.default_rng(0)
-    narrow = kind in variants.TYPES_8
-    q = rng.standard_normal((2, 1, 16, 576)).astype(ml_dtypes.bfloat16 if narrow else kind)
-    pages = rng.standard_normal((9, 16, 1, 576)).astype(kind)
-    table = np.array([[8, 2, 5, 1], [4, 7, 0, -1]], np.int32)
-    lengths = np.array([64, 45], np.int64)
-    whole = pages[table].reshape(2, 64, 1, 576)
-    whole[1, 48:] = 0
-    given: dict[str, Any] = {"scale": SCALE, "num_splits": 2, "lengths": lengths}
-    given |= {"k_scale": 0.5, "v_scale": 0.5} if narrow else {}
-    found = []
-    for keys, options in ((whole, {}), (pages, {"block_table": table})):
-        records = np.full((2, 16, 1, 514), 77, np.float32)
-        verbs.attend(
-            cuda, *(q, keys, keys[..., :512], records), runtime=EmulatorRuntime(seed=2), **given, **options
-        )
-        found.append(records)
-    assert (found[0].view(np.uint32) == found[1].view(np.uint32)).all()
-    wide = whole.astype(np.float64) * (0.5 if narrow else 1)
-    out, lse = (np.zeros(shape, np.float32) for shape in ((2, 1, 16, 512), (2, 16, 1)))
-    verbs.finish(cuda, found[0], out, lse, runtime=EmulatorRuntime())
-    assert_exact(q, wide, out, lse, lengths=lengths.tolist())
 
 
 def test_stages_are_as_many_as_fit() -> None:
