@@ -18,7 +18,7 @@ from . import device_array
 from .device_array import DeviceArray
 from .raw_module import Kernel, RawModule
 
-__all__ = ["EmulatorRuntime", "StrictRuntime"]
+__all__ = ["CountingRuntime", "EmulatorRuntime", "StrictRuntime"]
 
 # Kernels whose blocks wait for other devices: all run at once.
 _WAITING = ("pull_partials",)
@@ -295,6 +295,26 @@ class LazyRuntime(EmulatorRuntime):
         """Run everything."""
         for stream in reversed(self._queued):
             self._run(stream, len(self._queued[stream]))
+
+
+class CountingRuntime(EmulatorRuntime):
+    """Launches nothing; counts splits and uploads, on a large device."""
+
+    multiprocessors = 132
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.splits: list[int] = []
+        self.uploads = 0
+
+    def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Any:
+        """Counts the splits of a launch."""
+        return lambda grid, *_, **__: self.splits.append(grid[0])
+
+    def upload(self, into: Any, source: Any) -> None:
+        """Counted."""
+        self.uploads += 1
+        super().upload(into, source)
 
 
 @functools.cache

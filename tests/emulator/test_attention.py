@@ -22,7 +22,7 @@ from treeattn.errors import ArgumentError, BackendError
 
 from .cases import CASES, Case, Inputs, is_tensor_core_case
 from .raw_module import compiler_problem
-from .runtime import EmulatorRuntime
+from .runtime import CountingRuntime, EmulatorRuntime
 
 Array = np.ndarray[Any, Any]
 needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
@@ -131,19 +131,6 @@ def test_a_device_with_little_shared_memory_takes_the_multiply_add_kernel() -> N
     assert (bits(small) == bits(attend(case, EmulatorRuntime(), tensor_cores=False))).all()
 
 
-class Launching(EmulatorRuntime):
-    """Counts what is launched, in how many splits, and launches nothing."""
-
-    multiprocessors = 132
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.splits: list[int] = []
-
-    def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Any:
-        return lambda grid, *_, **__: self.splits.append(grid[0])
-
-
 def test_a_growing_cache_chooses_its_splits_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passed as a new view in each step: choosing costs more than all else that a step does on the host."""
     considered: list[int] = []
@@ -154,7 +141,7 @@ def test_a_growing_cache_chooses_its_splits_once_in_a_while(monkeypatch: pytest.
 
     monkeypatch.setattr(attention, "choose_splits", counted)
     q, cache = np.zeros((1, 1, 2, 64), np.float32), np.zeros((1, 5000, 2, 64), np.float32)
-    planned = cuda.PlannedAttention(np.zeros((1, 2, 1, 66), np.float32), scale=1.0, runtime=Launching())
+    planned = cuda.PlannedAttention(np.zeros((1, 2, 1, 66), np.float32), scale=1.0, runtime=CountingRuntime())
     for tokens in range(2, 5001):
         planned(q, cache[:, :tokens], cache[:, :tokens])
     assert considered[:4] == [2, 33, 65, 97]  # at each step of 32 tokens, then at each second one, and so on
@@ -163,7 +150,7 @@ def test_a_growing_cache_chooses_its_splits_once_in_a_while(monkeypatch: pytest.
 
 def test_new_views_bind_as_fresh_arrays_do() -> None:
     """What is kept from step to step must not show in what is launched."""
-    rng, runtime = np.random.default_rng(3), Launching()
+    rng, runtime = np.random.default_rng(3), CountingRuntime()
     records = np.zeros((1, 4, 1, 66), np.float32)
     planned = cuda.PlannedAttention(records, scale=0.5, runtime=runtime)
     many_q, cache = np.zeros((9, 1, 1, 4, 64), np.float16), np.zeros((2, 1, 900, 5, 64), np.float16)
@@ -187,7 +174,7 @@ def test_new_views_bind_as_fresh_arrays_do() -> None:
 def test_a_view_that_is_laid_out_alike_is_still_refused() -> None:
     q, cache = np.zeros((1, 1, 2, 64), np.float32), np.zeros(2 * 900 * 2 * 64 + 1, np.float32)
     aligned, odd = (cache[i : i + 900 * 2 * 64].reshape(1, 900, 2, 64) for i in (0, 1))
-    planned = cuda.PlannedAttention(np.zeros((1, 2, 1, 66), np.float32), scale=1.0, runtime=Launching())
+    planned = cuda.PlannedAttention(np.zeros((1, 2, 1, 66), np.float32), scale=1.0, runtime=CountingRuntime())
     planned(q, aligned, aligned)
     for k, v, name in ((odd, aligned, "k"), (aligned, odd, "v")):
         with pytest.raises(ArgumentError, match=f"rows of {name} must begin at multiples of 16"):

@@ -24,7 +24,7 @@ from treeattn.backends.cuda.variants import HEAD_DIMS
 from treeattn.errors import ArgumentError
 
 from .raw_module import compiler_problem
-from .runtime import EmulatorRuntime
+from .runtime import CountingRuntime, EmulatorRuntime
 
 Array = np.ndarray[Any, Any]
 needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
@@ -72,24 +72,6 @@ def test_one_query_has_the_tables_of_many() -> None:
         assert found[0] == found[1]
 
 
-class Counting(EmulatorRuntime):
-    """Launches nothing; counts splits and uploads, on a large device."""
-
-    multiprocessors = 132
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.splits: list[int] = []
-        self.uploads = 0
-
-    def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Any:
-        return lambda grid, *_, **__: self.splits.append(grid[0])
-
-    def upload(self, into: Any, source: Any) -> None:
-        self.uploads += 1
-        super().upload(into, source)
-
-
 def shaped(*shape: int) -> Array:
     """An array of any size in the memory of one row."""
     return np.broadcast_to(np.zeros(shape[-1], np.float16), shape)
@@ -100,7 +82,7 @@ def test_a_window_launches_for_the_window(queries: int) -> None:
     """And not for the million tokens around it."""
     splits = []
     for tokens, window in ((1 << 20, 4095), (4096, None)):
-        runtime = Counting()
+        runtime = CountingRuntime()
         visible = MaskTables(Rules(window=(window, None), causal=True), 1, queries)
         records = np.zeros((1, 8, queries, 130), np.float32)
         planned = cuda.PlannedAttention(records, scale=1.0, tables=visible, runtime=runtime)
@@ -112,7 +94,7 @@ def test_a_window_launches_for_the_window(queries: int) -> None:
 
 
 def test_only_what_changed_is_uploaded_and_nothing_allocated() -> None:
-    runtime = Counting()
+    runtime = CountingRuntime()
     visible = MaskTables(Rules(causal=True), 1, 4)
     records = np.zeros((1, 2, 4, 66), np.float32)
     planned = cuda.PlannedAttention(records, scale=1.0, tables=visible, num_splits=3, runtime=runtime)
@@ -238,7 +220,7 @@ def test_tables_of_other_tiles_are_others() -> None:
     """The same plan with another kernel, as arrays of another type ask for it."""
     visible = MaskTables(Rules(causal=True), 1, 4)
     visible.update(Runs([(0, 1, 90)]), 90, None, np.arange(4))
-    runtime = Counting()
+    runtime = CountingRuntime()
     planned = cuda.PlannedAttention(
         np.zeros((1, 2, 4, 66), np.float32), scale=1.0, tables=visible, runtime=runtime
     )

@@ -32,13 +32,6 @@ def build(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return f"{isa}-{order}"
 
 
-@pytest.fixture(params=ISAS)
-def each_isa(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every instruction set."""
-    take(request.param, monkeypatch)
-    return str(request.param)
-
-
 def take(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let kernels be of this build, or skip the test with the reason."""
     try:

@@ -13,8 +13,6 @@ from treeattn.backends.cuda import cupy_runtime, cupy_stopwatch
 from treeattn.backends.cuda import driver as cuda_driver
 from treeattn.backends.cuda.cupy_stopwatch import CupyStopwatch
 
-Log = list[str]
-
 
 def pretend(monkeypatch, log):
     """A CuPy that logs what happens to the stream; an event's time is its place in the log, in ms."""

@@ -24,7 +24,6 @@ from treeattn.backends.cpu import blocked, compile
 from treeattn.backends.cpu.records import rescale_records
 
 pytestmark = pytest.mark.deep
-Driver = list[str]
 KERNELS = Path(__file__).parents[3] / "kernels" / "cpu"
 TYPES = {"float32": (np.float32, 0), "float16": (np.float16, 1), "bfloat16": (ml_dtypes.bfloat16, 2)}
 
