@@ -56,7 +56,7 @@ def _to_all(number: int) -> Callable[[Job, int], bool]:
     return strike
 
 
-_NOTHING = "what was written before; a file is written whole or not at all"
+_NOTHING = "what was written before; files are whole"
 _LAUNCHERS = r"BAD TERMINATION|[Ss]ignal 9|KILLED BY SIGNAL|ended|EXIT STRING|exitcode: -9"
 _UNNAMED = "looking for the nodes: 3 s without the other"  # in the first plan no rank has a name yet
 
