@@ -127,7 +127,7 @@ def _links(cluster: Cluster, src: int, here: int, dst: int, there: int) -> Itera
 def meet(found: Simulation) -> bool:
     """Whether some message had to wait for a port in our simulation."""
     return any(
-        flight.landing - flight.ready > found.cluster.link(flight.tier, flight.bytes).latency + 1e-6
+        flight.last_port - flight.ready > found.cluster.link(flight.tier, flight.bytes).latency + 1e-6
         for flight in found.flights
     )
 

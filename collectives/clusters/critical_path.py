@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from treeattn.collectives.clusters.simulate import Flight, Simulation, Step
+from treeattn.collectives.clusters.simulate import MessageEvent, Simulation, Step
 
 Kind = Literal["start", "executor", "overhead", "merge", "latency", "bytes", "port"]
 
@@ -87,7 +87,7 @@ def critical_path(simulation: Simulation) -> tuple[Segment, ...]:
             flight = flight.after
         if flight is not None:
             found += _receiving(simulation, flight)
-        if flight is None or flight.taken_up > flight.landed:  # the receiver was busy with its own sends
+        if flight is None or flight.recv_start > flight.delivered:  # the receiver was busy with its own sends
             found += _own(simulation, rank, step, step.sends)
         else:
             found += _flying(simulation, flight)
@@ -109,7 +109,7 @@ def _of_executor(simulation: Simulation, rank: int, round_: int, price: str) -> 
     )  # fmt: skip
 
 
-def _overheads(simulation: Simulation, rank: int, flight: Flight) -> Iterator[Segment]:
+def _overheads(simulation: Simulation, rank: int, flight: MessageEvent) -> Iterator[Segment]:
     """What a message costs the processor at one end."""
     tier = simulation.cluster.tiers[flight.tier]
     assumed = "overhead" in tier.assumed
@@ -117,7 +117,7 @@ def _overheads(simulation: Simulation, rank: int, flight: Flight) -> Iterator[Se
     yield _of_executor(simulation, rank, flight.round, "message")
 
 
-def _receiving(simulation: Simulation, flight: Flight) -> Iterator[Segment]:
+def _receiving(simulation: Simulation, flight: MessageEvent) -> Iterator[Segment]:
     prices = simulation.prices
     if flight.merge:
         merge = flight.bytes * 1e-3 / prices.merge_bandwidth
@@ -126,7 +126,7 @@ def _receiving(simulation: Simulation, flight: Flight) -> Iterator[Segment]:
     yield from _overheads(simulation, flight.dst, flight)
 
 
-def _flying(simulation: Simulation, flight: Flight) -> Iterator[Segment]:
+def _flying(simulation: Simulation, flight: MessageEvent) -> Iterator[Segment]:
     tier = simulation.cluster.tiers[flight.tier]
     link = simulation.cluster.link(flight.tier, flight.bytes, simulation.prices.pulls)
     of_bytes = not {"bandwidth", "read_bandwidth", "taper"}.isdisjoint(tier.assumed)
@@ -134,8 +134,8 @@ def _flying(simulation: Simulation, flight: Flight) -> Iterator[Segment]:
     busy = "gap" if link.gap > flight.bytes * link.byte else "bandwidth"  # what a port is taken by
     of_latency = link.source in tier.assumed
     parts: tuple[tuple[Kind, float, str, bool], ...] = (
-        ("bytes", flight.landed - flight.landing, "bandwidth", of_bytes),
-        ("port", flight.landing - flight.began - link.latency, busy, of_ports),
+        ("bytes", flight.delivered - flight.last_port, "bandwidth", of_bytes),
+        ("port", flight.last_port - flight.began - link.latency, busy, of_ports),
         ("latency", link.latency, link.source, of_latency),
         ("port", flight.began - flight.ready, busy, of_ports),
     )
@@ -143,7 +143,7 @@ def _flying(simulation: Simulation, flight: Flight) -> Iterator[Segment]:
         yield Segment(kind, flight.src, tier.name, flight.round, time, f"{tier.name}.{price}", assumed)
 
 
-def _own(simulation: Simulation, rank: int, step: Step, sends: Sequence[Flight]) -> Iterator[Segment]:
+def _own(simulation: Simulation, rank: int, step: Step, sends: Sequence[MessageEvent]) -> Iterator[Segment]:
     """From the step's entry until the rank had sent these messages."""
     for flight in reversed(sends):
         yield from _overheads(simulation, rank, flight)

@@ -8,7 +8,7 @@ pair on a mesh, of the NIC that ranks of a node share, of tapered uplinks, and o
 
 A port serves messages in the order in which they come to it, for as long as their bytes take there (or its
 gap), and stands free otherwise: whoever waits for the next port holds none before it. A message goes on to
-the next port as soon as this one takes it (cut-through), and has landed when its last byte is through all.
+the next port as soon as this one takes it (cut-through), and is delivered when its last byte is through all.
 
 Source: LogGP (Alexandrov et al., SPAA 1995), simulated event by event as LogGOPSim does (Hoefler,
 Schneider, Lumsdaine, HPDC 2010), with ports in place of one gap.
@@ -35,11 +35,11 @@ _ONE_TOKEN = Payload()  # of 16 heads of 128
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class MessageEvent:
     """One message, and when what happened to it, in microseconds.
 
-    ready: the sender has paid for it; began: the last of the sender's ports takes it; landing: the last of
-    the receiver's does; landed: its last byte is there; taken up and done: the receiver's overhead and merge.
+    ready: the sender has paid for it; began: the last of the sender's ports takes it; last_port: the last of
+    the receiver's does; delivered: its last byte is there; recv_start, recv_done: the receiver's overhead and merge.
     after: the message that kept the receiver busy until then, None for what the receiver did itself.
     """
 
@@ -51,11 +51,11 @@ class Flight:
     tier: int
     ready: float = 0.0
     began: float = 0.0
-    landing: float = 0.0
-    landed: float = 0.0
-    taken_up: float = 0.0
-    done: float = 0.0
-    after: Flight | None = None
+    last_port: float = 0.0
+    delivered: float = 0.0
+    recv_start: float = 0.0
+    recv_done: float = 0.0
+    after: MessageEvent | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -64,13 +64,13 @@ class Step:
     between nodes."""
 
     round: int
-    sends: list[Flight] = field(default_factory=list)
+    sends: list[MessageEvent] = field(default_factory=list)
     arrivals: int = 0
     entered: float = -1.0
     sent: float = 0.0
     ended: float = -1.0
     far: bool = False
-    last: Flight | None = None  # the arrival that it took up last
+    last: MessageEvent | None = None  # the arrival that it took up last
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Simulation:
     ends: tuple[float, ...]
     steps: tuple[tuple[Step, ...], ...]
     traffic: tuple[Traffic, ...]
-    busiest_card: int
+    max_nic_bytes: int
 
     @property
     def completion(self) -> float:
@@ -111,7 +111,7 @@ class Simulation:
         return self.cluster.executors[self.executor]
 
     @property
-    def flights(self) -> Iterator[Flight]:
+    def flights(self) -> Iterator[MessageEvent]:
         """All messages."""
         return (flight for steps in self.steps for step in steps for flight in step.sends)
 
@@ -140,7 +140,7 @@ def simulate(
     bound = lower_bound(cluster, run.places, payload.bytes, run.executor, replicated)
     return Simulation(
         schedule, cluster, run.places, name, max(ends), min(begin) + bound, begin, ends,
-        tuple(map(tuple, run.steps)), run.traffic(), run.busiest_card(),
+        tuple(map(tuple, run.steps)), run.traffic(), run.max_nic_bytes(),
     )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ _NIC, _UPLINK, _SHARED = -1, -2, -1000
 _OUT, _IN, _THROUGH = range(3)
 
 
-class _Stop(NamedTuple):
+class _PortUse(NamedTuple):
     """A port on a message's way: how long it is taken, what the bytes take, and the way on to the next."""
 
     port: tuple[int, ...]
@@ -158,11 +158,11 @@ class _Stop(NamedTuple):
     onward: float = 0.0
 
 
-class _Passage(NamedTuple):
+class _Hop(NamedTuple):
     """A message on its way: at which stop it comes next, and when its last byte is there at the earliest."""
 
-    flight: Flight
-    stops: Sequence[_Stop]
+    flight: MessageEvent
+    stops: Sequence[_PortUse]
     at: int = 0
     tail: float = 0.0
 
@@ -181,7 +181,7 @@ class _Run:
         ]
         for message, tier in sent:
             size = message.records * payload.record_bytes
-            flight = Flight(message.round, message.src, message.dst, size, message.merge, tier)
+            flight = MessageEvent(message.round, message.src, message.dst, size, message.merge, tier)
             sender = self._step(message.src, message.round)
             receiver = self._step(message.dst, message.round)
             sender.sends.append(flight)
@@ -191,9 +191,11 @@ class _Run:
         self.at = [0] * schedule.size  # which of its steps a rank is in
         self.busy = [0.0] * schedule.size  # until when a rank's processor is
         self.free: defaultdict[tuple[int, ...], float] = defaultdict(float)  # when a port is
-        self.early: defaultdict[tuple[int, int], list[Flight]] = defaultdict(list)  # landed too soon
-        self.held: defaultdict[tuple[int, int], list[Flight]] = defaultdict(list)  # waits for the receiver
-        self.events: list[tuple[float, int, _Passage]] = []  # when, in which order, what
+        self.early: defaultdict[tuple[int, int], list[MessageEvent]] = defaultdict(list)  # delivered too soon
+        self.held: defaultdict[tuple[int, int], list[MessageEvent]] = defaultdict(
+            list
+        )  # waits for the receiver
+        self.events: list[tuple[float, int, _Hop]] = []  # when, in which order, what
         self.order = count()
         self.unfinished = sum(map(bool, self.steps))
         self.link = lru_cache(None)(lambda tier, size: cluster.link(tier, size, executor.pulls))
@@ -236,7 +238,7 @@ class _Run:
         for flight in self.held.pop((rank, step.round), ()):
             self._depart(flight, max(flight.ready, step.entered))
 
-    def _send(self, flight: Flight) -> None:
+    def _send(self, flight: MessageEvent) -> None:
         if not self.link(flight.tier, flight.bytes).waits:
             self._depart(flight, flight.ready)
             return
@@ -250,13 +252,13 @@ class _Run:
         steps = self.steps[rank]
         return steps[self.at[rank]] if self.at[rank] < len(steps) else None
 
-    def _push(self, when: float, passage: _Passage) -> None:
+    def _push(self, when: float, passage: _Hop) -> None:
         heapq.heappush(self.events, (when, next(self.order), passage))
 
-    def _depart(self, flight: Flight, now: float) -> None:
-        self._push(now, _Passage(flight, self._stops(flight)))
+    def _depart(self, flight: MessageEvent, now: float) -> None:
+        self._push(now, _Hop(flight, self._stops(flight)))
 
-    def _pass(self, passage: _Passage, now: float) -> None:
+    def _pass(self, passage: _Hop, now: float) -> None:
         """Through one port, which is taken from then on, to the next, or to its end."""
         flight, stops, at, tail = passage
         stop = stops[at]
@@ -267,10 +269,10 @@ class _Run:
             flight.began = start
         last = at + 1 == len(stops)
         if last:
-            flight.landing, flight.landed = start, tail
-        self._push(tail if last else start + stop.onward, _Passage(flight, stops, at + 1, tail))
+            flight.last_port, flight.delivered = start, tail
+        self._push(tail if last else start + stop.onward, _Hop(flight, stops, at + 1, tail))
 
-    def _stops(self, flight: Flight) -> Sequence[_Stop]:
+    def _stops(self, flight: MessageEvent) -> Sequence[_PortUse]:
         """All ports on its way, from the sender to the receiver."""
         link = self.link(flight.tier, flight.bytes)
         here, there = self.places[flight.src], self.places[flight.dst]
@@ -278,33 +280,33 @@ class _Run:
         crossing = out[-1]._replace(onward=link.latency)
         return [*self._shared(flight), *out[:-1], crossing, *reversed(into)]
 
-    def _shared(self, flight: Flight) -> list[_Stop]:
+    def _shared(self, flight: MessageEvent) -> list[_PortUse]:
         """What all messages of its tier share: it goes on when it is through with that."""
         shared = self.cluster.shared(flight.tier, flight.bytes)
         unit = self.places[flight.src] // self.cluster.widths[flight.tier]
-        return [_Stop((_SHARED - flight.tier, unit, _THROUGH), shared, 0.0, shared)] if shared else []
+        return [_PortUse((_SHARED - flight.tier, unit, _THROUGH), shared, 0.0, shared)] if shared else []
 
-    def _side(self, flight: Flight, place: int, side: int, other: int) -> list[_Stop]:
+    def _side(self, flight: MessageEvent, place: int, side: int, other: int) -> list[_PortUse]:
         """Ports at one end, from the rank outwards."""
         cluster, tier = self.cluster, flight.tier
         link = self.link(tier, flight.bytes)
         taken, size = max(link.gap, flight.bytes * link.byte), flight.bytes * link.byte
         if tier <= cluster.node_tier:
             pair = (other,) if cluster.tiers[tier].mesh else ()
-            return [_Stop((tier, place, side, *pair), taken, size)]
-        found = [_Stop((_NIC, self._card(place), side), taken, size)]
+            return [_PortUse((tier, place, side, *pair), taken, size)]
+        found = [_PortUse((_NIC, self._nic(place), side), taken, size)]
         for outer in range(cluster.node_tier + 1, tier + 1):
             if taper := cluster.tiers[outer].taper:
                 width = cluster.widths[outer - 1]
                 share = size * taper / (width // cluster.slots * cluster.cards)
-                found.append(_Stop((_UPLINK - outer, place // width, side), share, share))
+                found.append(_PortUse((_UPLINK - outer, place // width, side), share, share))
         return found
 
-    def _card(self, place: int) -> int:
+    def _nic(self, place: int) -> int:
         node, slot = divmod(place, self.cluster.slots)
         return node * self.cluster.cards + slot * self.cluster.cards // self.cluster.slots
 
-    def _arrive(self, flight: Flight) -> None:
+    def _arrive(self, flight: MessageEvent) -> None:
         step = self._now_in(flight.dst)
         if step is None or step.round != flight.round or step.entered < 0:
             self.early[flight.dst, flight.round].append(flight)
@@ -313,20 +315,20 @@ class _Run:
         if not step.arrivals:
             self._advance(flight.dst, self._end(flight.dst, step))
 
-    def _take_up(self, flight: Flight, step: Step) -> None:
+    def _take_up(self, flight: MessageEvent, step: Step) -> None:
         """The receiver pays for it, and merges."""
         rank = flight.dst
-        flight.taken_up = max(flight.landed, self.busy[rank])
-        flight.after = step.last if self.busy[rank] > flight.landed else None
+        flight.recv_start = max(flight.delivered, self.busy[rank])
+        flight.after = step.last if self.busy[rank] > flight.delivered else None
         cost = self.link(flight.tier, flight.bytes).overhead + self.executor.message
         if flight.merge:
             cost += flight.bytes * 1e-3 / self.executor.merge_bandwidth
-        flight.done = self.busy[rank] = flight.taken_up + cost
+        flight.recv_done = self.busy[rank] = flight.recv_start + cost
         step.last = flight
         step.arrivals -= 1
 
     def _end(self, rank: int, step: Step) -> float:
-        step.ended = step.sent if step.last is None else step.last.done
+        step.ended = step.sent if step.last is None else step.last.recv_done
         self.at[rank] += 1
         self.unfinished -= self.at[rank] == len(self.steps[rank])
         return step.ended
@@ -342,10 +344,10 @@ class _Run:
             Traffic(tier.name, *counted) for tier, counted in zip(self.cluster.tiers, found, strict=True)
         )
 
-    def busiest_card(self) -> int:
+    def max_nic_bytes(self) -> int:
         """Bytes that the network card which sends most of them sends; 0 within one node."""
         sent: defaultdict[int, int] = defaultdict(int)
         for rank, steps in enumerate(self.steps):
             far = (f for step in steps for f in step.sends if f.tier > self.cluster.node_tier)
-            sent[self._card(self.places[rank])] += sum(flight.bytes for flight in far)
+            sent[self._nic(self.places[rank])] += sum(flight.bytes for flight in far)
         return max(sent.values(), default=0)

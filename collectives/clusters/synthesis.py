@@ -43,13 +43,16 @@ class Priced(NamedTuple):
     name: str
     schedule: Schedule
     time: float
-    card: int
+    max_nic_bytes: int
     bits: str
 
     def beats(self, other: Priced) -> bool:
         """Nowhere worse, and somewhere better."""
-        mine, theirs = (self.time, self.card, self.bits), (other.time, other.card, other.bits)
-        worse = self.time > other.time or self.card > other.card or self.bits > other.bits
+        mine, theirs = (
+            (self.time, self.max_nic_bytes, self.bits),
+            (other.time, other.max_nic_bytes, other.bits),
+        )
+        worse = self.time > other.time or self.max_nic_bytes > other.max_nic_bytes or self.bits > other.bits
         return mine != theirs and not worse
 
 
@@ -79,7 +82,7 @@ def search(machine: Machine, say: Callable[[str], object] = _nothing) -> tuple[l
         found.append(priced(machine, name, schedule))
         if not asked.needs_nodes and len(groups) > 1:
             found.append(priced(machine, f"{asked.text}, reordered", _reordered(machine, schedule)))
-    return sorted(found, key=lambda one: (one.time, one.card, one.bits)), left
+    return sorted(found, key=lambda one: (one.time, one.max_nic_bytes, one.bits)), left
 
 
 def priced(machine: Machine, name: str, schedule: Schedule) -> Priced:
@@ -88,7 +91,7 @@ def priced(machine: Machine, name: str, schedule: Schedule) -> Priced:
     if bits == "none" or schedule.result != "replicated":
         raise ScheduleError(f"{name}: ranks do not end with one result")
     found = simulate(schedule, machine.cluster, machine.places, machine.payload, machine.executor)
-    return Priced(name, schedule, found.time, found.busiest_card, bits)
+    return Priced(name, schedule, found.time, found.max_nic_bytes, bits)
 
 
 def front(found: Iterable[Priced]) -> list[Priced]:
@@ -97,7 +100,7 @@ def front(found: Iterable[Priced]) -> list[Priced]:
     everyone = list(found)
     for one in everyone:
         if not any(other.beats(one) for other in everyone):
-            kept.setdefault((one.time, one.card, one.bits), one)
+            kept.setdefault((one.time, one.max_nic_bytes, one.bits), one)
     return sorted(kept.values(), key=lambda one: one.time)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from treeattn.collectives.clusters.placement import node_groups
-from treeattn.collectives.clusters.simulate import Flight, Simulation
+from treeattn.collectives.clusters.simulate import MessageEvent, Simulation
 from treeattn.collectives.drawings.svg import STYLE
 from treeattn.errors import RestrictionError
 
@@ -76,7 +76,7 @@ def _lane(simulation: Simulation, rank: int, lane: dict[int, float]) -> Iterator
     for flight in simulation.flights:
         if flight.dst == rank:
             about = f"round {flight.round + 1}: from {flight.src}, {flight.bytes} bytes"
-            yield _bar(simulation, "take", flight.taken_up, flight.done, y, about)
+            yield _bar(simulation, "take", flight.recv_start, flight.recv_done, y, about)
 
 
 def _bar(simulation: Simulation, kind: str, start: float, end: float, y: float, about: str) -> str:
@@ -87,8 +87,8 @@ def _bar(simulation: Simulation, kind: str, start: float, end: float, y: float, 
     )
 
 
-def _flight(simulation: Simulation, flight: Flight, lane: dict[int, float]) -> str:
+def _flight(simulation: Simulation, flight: MessageEvent, lane: dict[int, float]) -> str:
     far = " far" if flight.tier > simulation.cluster.node_tier else ""
-    start, end = _x(simulation, flight.began), _x(simulation, flight.landed)
+    start, end = _x(simulation, flight.began), _x(simulation, flight.delivered)
     way = f"M{start:.1f},{lane[flight.src]:.1f} L{end:.1f},{lane[flight.dst]:.1f}"
     return f'<path class="flight{far}" d="{way}"/>'

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from treeattn.collectives.clusters.simulate import Flight, Simulation
+from treeattn.collectives.clusters.simulate import MessageEvent, Simulation
 
 
 def trace(simulation: Simulation) -> str:
@@ -39,15 +39,15 @@ def _events(simulation: Simulation) -> Iterator[list[dict[str, Any]]]:
         yield _message(simulation, number, flight)
 
 
-def _message(simulation: Simulation, number: int, flight: Flight) -> list[dict[str, Any]]:
+def _message(simulation: Simulation, number: int, flight: MessageEvent) -> list[dict[str, Any]]:
     tier = simulation.cluster.tiers[flight.tier].name
     facts = {"from": flight.src, "bytes": flight.bytes, "tier": tier}
     does = "merge" if flight.merge else "copy"
     arrow = {"cat": tier, "name": "message", "id": number}
     return [
-        _slice(f"round {flight.round + 1}: {does}", flight.dst, flight.taken_up, flight.done, facts),
+        _slice(f"round {flight.round + 1}: {does}", flight.dst, flight.recv_start, flight.recv_done, facts),
         {"ph": "s", "tid": flight.src, "ts": flight.ready, **arrow},
-        {"ph": "f", "bp": "e", "tid": flight.dst, "ts": flight.taken_up, **arrow},
+        {"ph": "f", "bp": "e", "tid": flight.dst, "ts": flight.recv_start, **arrow},
     ]
 
 

@@ -233,7 +233,7 @@ def _show(made: Report, rows: list[Row], late: Arrivals) -> None:
         ),
     ]
     if fastest.step is None:
-        columns.append(Column("NIC", lambda row: row.simulation.busiest_card, count))
+        columns.append(Column("NIC", lambda row: row.simulation.max_nic_bytes, count))
     else:
         columns.append(Column("step, µs", lambda row: row.step and row.step.time, microseconds))
     made.table(rows, columns)
@@ -265,7 +265,7 @@ def _facts(row: Row) -> dict[str, object]:
         "estimate": structs.asdict(row.estimate),
         "floor_microseconds": simulation.bound,
         "tiers": [{"tier": t.tier, "messages": t.messages, "bytes": t.bytes} for t in simulation.traffic],
-        "busiest_card_bytes": simulation.busiest_card,
+        "busiest_card_bytes": simulation.max_nic_bytes,
         "critical_path": in_words(path),
         "segments": [segment._asdict() for segment in path],
         "decode_step": row.step and row.step._asdict(),

@@ -106,7 +106,7 @@ def _facts(one: Priced, estimate: Estimate | None) -> dict[str, Any]:
     return {
         "schedule": one.name,
         "microseconds": one.time,
-        "busiest_card_bytes": one.card,
+        "busiest_card_bytes": one.max_nic_bytes,
         "determinism": one.bits,
         "messages": one.schedule.messages,
         "on_the_front": estimate is not None,

@@ -85,7 +85,7 @@ class Case:
 
 
 def instants(found):
-    return {(f.round, f.src, f.dst, f.bytes, f.landed, f.done) for f in found.flights}, found.ends
+    return {(f.round, f.src, f.dst, f.bytes, f.delivered, f.recv_done) for f in found.flights}, found.ends
 
 
 def tiers(cluster, **fields):
@@ -190,7 +190,7 @@ def test_ports_only_delay(first):
         found, bounds = case.run(), list(alone(case))
         landed = {}
         for flight in found.flights:
-            landed.setdefault((flight.round, flight.src, flight.dst), []).append(flight.landed)
+            landed.setdefault((flight.round, flight.src, flight.dst), []).append(flight.delivered)
         for number, (in_round, least) in enumerate(zip(case.schedule.rounds, bounds, strict=False)):
             for transfer, bound in zip(in_round, least, strict=True):
                 assert landed[number, transfer.src, transfer.dst].pop(0) >= bound - 1e-9, seed
@@ -237,7 +237,7 @@ def test_a_message_holds_no_port_while_it_waits_for_another():
         node = replace(node, joins=1)
         cluster = replace(cluster, tiers=(node, groups, replace(net, taper=taper)), node="node", cards=1)
         found = simulate(schedule, cluster, tuple(range(8)), Payload(1, 10_000))
-        landed = {(flight.src, flight.dst): flight.landed for flight in found.flights}
+        landed = {(flight.src, flight.dst): flight.delivered for flight in found.flights}
         assert landed[3, 7] == pytest.approx(11, abs=1e-3)
         assert landed[2, 4] == pytest.approx(31, abs=1e-3)
 
@@ -250,4 +250,4 @@ def test_a_sender_that_waits_for_its_receiver_does_not_begin_before_it():
     cluster = replace(cluster, executors={"free": Executor(0.0, 0.0, 1.0)})
     found = simulate(schedule, cluster, (0, 1, 2, 3), Payload(1, 100_000), starts=(0.0, 0.0, 0.0, 4.0))
     message = next(flight for flight in found.flights if flight.round == 1)
-    assert message.landed == pytest.approx(1 + 100 + 1)
+    assert message.delivered == pytest.approx(1 + 100 + 1)
