@@ -39,7 +39,8 @@ class MessageEvent:
     """One message, and when what happened to it, in microseconds.
 
     ready: the sender has paid for it; began: the last of the sender's ports takes it; last_port: the last of
-    the receiver's does; delivered: its last byte is there; recv_start, recv_done: the receiver's overhead and merge.
+    the receiver's does; delivered: its last byte is there; recv_start, recv_done: around the receiver's
+    overhead and merge.
     after: the message that kept the receiver busy until then, None for what the receiver did itself.
     """
 

@@ -126,7 +126,6 @@ BAD = {
         {own} --ranks 4                                     | is for 3 ranks, --ranks says 4
         none.json                                           | cannot be read
         {cut}                                               | not the JSON of a schedule
-        chain --ranks 2 --format chakra                     | add --out NAME for NAME.RANK.et
     """,
     "simulate": """
         --ranks 8                                           | for which machine

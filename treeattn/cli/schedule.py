@@ -12,14 +12,11 @@ from treeattn.cli.options import COUNT, RANKS, RESULT, Output, output_options
 from treeattn.cli.scheme import build, from_file, is_file
 from treeattn.collectives.catalog import with_result
 from treeattn.collectives.drawings import text as draw
-from treeattn.collectives.drawings.exports import chakra
 from treeattn.collectives.schedule import Result
 from treeattn.errors import ArgumentError
-from treeattn.files import output_writer
 from treeattn.report import Report
 
 _DRAWINGS = {"text": draw.text, "svg": draw.svg, "html": draw.html}
-_EXPORTS = ("goal", "chakra")
 
 
 @click.command("schedule")
@@ -28,8 +25,8 @@ _EXPORTS = ("goal", "chakra")
 @click.option("--nodes", metavar="M|a+b+..",
               help="Number of nodes (balanced blocks of ranks), or the ranks of each.")  # fmt: skip
 @RESULT
-@click.option("--format", "form", type=click.Choice([*_DRAWINGS, "json", *_EXPORTS]), default="text",
-              help="goal and chakra are for simulators of networks; chakra writes OUT.RANK.et.")  # fmt: skip
+@click.option("--format", "form", type=click.Choice([*_DRAWINGS, "json", "goal"]), default="text",
+              help="goal is for simulators of networks.")  # fmt: skip
 @click.option("--records", type=COUNT, help="For simulators: records of a rank, such as heads.  [16]")
 @click.option("--record-bytes", type=COUNT, help="For simulators: bytes of a record.  [520]")
 @click.option("--merge-ns", "merge_nanoseconds", type=click.IntRange(0, 10**9),
@@ -59,12 +56,8 @@ def command(
     schedule = with_result(own or build(scheme, ranks, sizes), result)
     certificate = collectives.check(schedule)
     priced = {name: cost for name, cost in costs.items() if cost is not None}
-    if priced and form not in _EXPORTS:
+    if priced and form != "goal":
         raise ArgumentError(f"--format {form} draws no cost: records, bytes and merges go with --format goal")
-    if form == "chakra" and output.out is None:
-        raise ArgumentError("--format chakra writes a file for each rank: add --out NAME for NAME.RANK.et")
-    names = [f"{output.out}.{rank}.et" for rank in range(schedule.size)] if form == "chakra" else []
-    writers = [*map(output_writer, names)]
     output.open()
     facts = Report({"certificate": asdict(certificate), "schedule": json.loads(schedule.to_json())})
     if form in _DRAWINGS:
@@ -72,11 +65,6 @@ def command(
     else:
         drawing = schedule.to_json() if form == "json" else draw.goal(schedule, **priced)
     output.report(facts)
-    if form == "chakra":
-        for write, content in zip(writers, chakra(schedule, **priced), strict=True):
-            write(content)
-        print(f"{schedule.name} on {schedule.size} ranks is in {names[0]} to {names[-1]}")
-        return
     output.draw(drawing, f"{schedule.name} on {schedule.size} ranks")
 
 
