@@ -55,65 +55,45 @@ def drawn(seed, tokens=5):
     return [draw.standard_normal((1, count, 2, 8), np.float32) for count in (1, tokens, tokens)]
 
 
-def decoder(comm):
-    made, (q, k, v) = treeattn.Decoder(comm, **HEADS, dtype="float32"), drawn(0)
-    return made, [
-        lambda: made(q, k, v),
-        lambda: made.local(q, k, v),
-        lambda: made.begin(q, k, v),
-        made.finish,
-        made.fold,
-        made.close,
-    ]
+MADE = {
+    "a decoder": lambda comm: treeattn.Decoder(comm, **HEADS, dtype="float32"),
+    "fewer queries": lambda comm: treeattn.Decoder(comm, **HEADS, queries=3, dtype="float32"),
+    "a merger": lambda comm: treeattn.Merger(comm, lse_shape=(1, 5, 2), head_dim=8),
+    "a prefill": lambda comm: treeattn.Prefill(
+        comm, tokens=5, **HEADS, dtype="float32", positions="interleaved"
+    ),
+    "a verifier": lambda comm: Verifier(comm, **HEADS, nodes=3, dtype="float32"),
+    "a cache": lambda comm: treeattn.ShardedCache(
+        comm, capacity=64, kv_heads=2, head_dim=8, dtype="float32", layers=2
+    ),
+}
 
 
-def fewer_queries(comm):
-    made, (q, k, v) = treeattn.Decoder(comm, **HEADS, queries=3, dtype="float32"), drawn(0)
-    return made, [lambda: made(q, k, v), made.close]
+def calls_of(name, made, size):
+    """Of an object: the first is a step, or what changes a cache."""
+    q, k, v = drawn(0)
+    if name == "a cache":
+        first, second = made, made.layers[1]
+        return [lambda: first.append(k, v), lambda: second.append(k, v), lambda: made.rollback([0]),
+                lambda: made.select([0])]  # fmt: skip
+    tree, drafts = TokenTree.from_parents([[1, 2, 3]], [[-1, 0, 0]]), k[:, :3]
+    step = {
+        "a merger": lambda: made(k, k[..., 0]),
+        "a prefill": lambda: made(k, k, v),
+        "a verifier": lambda: made(drafts, k, v, drafts, drafts, tree, shard_lengths=[[5]] * size),
+    }.get(name, lambda: made(q, k, v))
+    if name == "a decoder":
+        parts = lambda: made.local(q, k, v), lambda: made.begin(q, k, v), made.finish, made.fold
+        return [step, *parts, made.close]
+    return [step, made.close]
 
 
-def merger(comm):
-    made = treeattn.Merger(comm, lse_shape=(3,), head_dim=8)
-    parts = np.ones((3, 8), np.float32), np.ones(3, np.float32)
-    return made, [lambda: made(*parts), made.close]
-
-
-def prefill(comm):
-    made, (_, k, v) = (
-        treeattn.Prefill(comm, tokens=5, **HEADS, dtype="float32", positions="interleaved"),
-        drawn(0),
-    )
-    return made, [lambda: made(k, k, v), made.close]
-
-
-def verifier(comm):
-    tree = TokenTree.from_parents([[1, 2, 3]], [[-1, 0, 0]])
-    made, (_, k, v) = Verifier(comm, **HEADS, nodes=3, dtype="float32"), drawn(0)
-    drafts = k[:, :3]
-    return made, [
-        lambda: made(drafts, k, v, drafts, drafts, tree, shard_lengths=[[5]] * comm.size),
-        made.close,
-    ]
-
-
-def cache(comm):
-    made, (_, k, v) = (
-        treeattn.ShardedCache(comm, capacity=64, kv_heads=2, head_dim=8, dtype="float32", layers=2),
-        drawn(0),
-    )
-    return made, [
-        lambda: made.append(k, v),
-        lambda: made.layers[1].append(k, v),
-        lambda: made.rollback([0]),
-        lambda: made.select([0]),
-    ]
-
-
-@pytest.mark.parametrize("make", [decoder, fewer_queries, merger, prefill, verifier, cache])
-def test_a_second_thread(comm, run, make):
+@pytest.mark.parametrize("name", MADE)
+def test_a_second_thread(comm, run, name):
     """Made here, used first in a thread that has ended, then here: all calls of another are refused, and what
     it would have changed is not."""
-    made, calls = make(comm)
+    made = MADE[name](comm)
+    calls = calls_of(name, made, comm.size)
     assert not isinstance(run(calls[0]), Exception)
     wanted = calls[0]()
     wanted = None if wanted is None else [np.copy(one) for one in wanted]

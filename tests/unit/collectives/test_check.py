@@ -212,14 +212,6 @@ def test_the_class_of_determinism(schedule, kind):
     assert check(schedule).determinism == kind
 
 
-def test_depth_counts_the_longest_chain_of_merges():
-    assert check(build("chain", 9)).depth == 8
-    assert check(build("recursive_doubling", 8)).depth == 3
-    assert check(build("k_nomial_tree", 16, radix=4)).depth == 6  # twice a fold of four
-    assert check(build("all_gather_merge", 5)).depth == 4
-    assert check(build("chain", 1)).depth == 0
-
-
 def test_complete_values_are_told_apart_by_chunk_and_by_bracket():
     """Chunk 0 merges alike on all ranks, chunk 1 does not, until all have what rank 0 has."""
     alike, unlike = build("recursive_doubling", 4).rounds, on_chunks(different_brackets().rounds, 1)
@@ -240,21 +232,6 @@ def test_folds_are_in_ascending_order_of_the_lowest_contributor():
     assert folds[0] == {3: (Fold(range(1), (1, 3)),)}
     assert folds[1] == {2: (Fold(range(1), (0, 3, 2)),)}  # rank 3 holds 1 and 3 by then
     assert folds[2] == folds[3] == {}
-
-
-def test_a_fold_ends_where_a_message_does():
-    """Or an executor would have to look for its chunks in two messages."""
-    halves = (Transfer(1, 0, range(2)), Transfer(1, 0, range(2, 4)), Transfer(2, 0, range(4)))
-    folds = prove(Schedule("halves", 3, 4, (halves, copies(0, 1, 2, chunks=range(4))))).folds
-    assert folds[0] == {0: (Fold(range(2), (0, 1, 2)), Fold(range(2, 4), (0, 1, 2)))}
-
-
-def test_neighbouring_folds_in_one_order_are_one():
-    """Chunks 0 and 1 meet rank 3 at rank 1, the others at rank 0, which then folds them all alike."""
-    apart = (Transfer(3, 1, range(2)), Transfer(3, 0, range(2, 4)))
-    rounds = apart, (Transfer(1, 0, range(4)),), (Transfer(2, 0, range(4)),)
-    folds = prove(Schedule("joined", 4, 4, rounds, "root")).folds
-    assert folds[1] == {0: (Fold(range(4), (0, 1)),)}
 
 
 def test_who_may_run_ahead():

@@ -167,14 +167,6 @@ def test_transfers_read_the_state_before_the_round():
     assert words(Schedule("pass_on", 3, 1, (pass_on, finish, copies))) == ["(a(bc))"] * 3
 
 
-def test_a_copy_and_a_send_of_the_same_chunk_in_one_round():
-    # Rank 1 hands on what it holds while it is overwritten.
-    gather = (Transfer(1, 0), Transfer(2, 0))
-    shift = (Transfer(0, 1, range(1), False),)
-    both = (Transfer(1, 2, range(1), False), Transfer(0, 1, range(1), False))
-    assert words(Schedule("shift", 3, 1, (gather, shift, both))) == ["((ab)c)"] * 3
-
-
 PAIRED = (*(Transfer(r, 3) for r in range(3)), Transfer(0, 1), Transfer(1, 0), Transfer(3, 2))
 BRACKETS = Schedule("brackets", 4, 1, (PAIRED, (Transfer(2, 0), Transfer(2, 1), Transfer(0, 2))))
 

@@ -11,7 +11,7 @@ from tests.support.program_model import Model, Stuck, programs
 from tests.support.reducer_contract import HEAD_DIM, OPERATOR, plain, promised, wanted
 from tests.support.schedules import Case, cases
 from treeattn.collectives import Schedule, Transfer, build, check
-from treeattn.collectives.program import LANDING, OWN, Await, Copy, Fold, Publish, Send
+from treeattn.collectives.program import LANDING, OWN, Await, Copy, Fold, Publish
 
 TWO_NODES = ((0, 1), (2, 3))
 
@@ -105,13 +105,3 @@ def test_a_copy_lands_in_its_place_unless_that_leaves_in_the_round():
     schedule = Schedule("swap", 2, 1, (swap, *build("chain", 2).rounds))
     first, *_, last = programs(Case(schedule, ((0,), (1,)), 3, 1, 0))[1].exchanges
     assert [message.into.buffer for message in (*first[1], *last[1])] == [LANDING, OWN]
-
-
-def test_peers_of_a_round_are_named():
-    program = programs(on_nodes("hierarchical", ((0, 1, 2), (3, 4))))[0]
-    assert [program.peers(number) for number, _ in program.by_round()] == [
-        "messages from rank 1 and 2",
-        "messages from rank 3 and reception by rank 3",
-        "reception by rank 1 and 2",
-    ]
-    assert not any(isinstance(i, Send) for i in programs(plain(build("chain", 1), 1))[0].instructions)

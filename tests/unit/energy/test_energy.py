@@ -117,19 +117,6 @@ def test_attention_is_the_stationary_point_of_the_log_likelihood():
         assert (gamma(size * zeta) < best).all()
 
 
-def test_the_log_likelihood_is_largest_where_the_gradient_is_what_was_observed():
-    """Newton's method from zeta = 0, with the covariance, to a z that another zeta brings about."""
-    wanted, q, k, v = random_energy(200)
-    wanted = 0.2 * wanted
-    z, zeta = energy.gradient(wanted, q, k, v, scale=SCALE), np.zeros_like(q)
-    for _ in range(8):
-        mean, _, covariance = energy.moments(q, k, v, zeta=zeta, scale=SCALE, covariance=True)
-        zeta += np.linalg.solve(covariance, (z - mean)[..., None])[..., 0]
-    close(zeta, wanted, 1e-10)
-    value = energy.log_likelihood(zeta, z, q, k, v, scale=SCALE)
-    close(value, dot(wanted, z) - energy.value(wanted, q, k, v, scale=SCALE), 1e-12)
-
-
 def test_positions_say_what_a_query_sees():
     zeta, q, k, v = random_energy()
     positions, q_positions = np.arange(23) * 3 + 1, np.array([[70, 0, 31], [1, 4, 5]])
@@ -200,20 +187,6 @@ def test_everything_is_one_reduction_of_records(monkeypatch, call, width):
     monkeypatch.setattr(reduction, "plan_reducer", Counted)
     call(*random_energy())
     assert planned == [(2, 4, 3, width)]
-
-
-def test_without_keys_there_is_nothing():
-    zeta, q, k, v = random_energy(0)
-    assert (energy.value(zeta, q, k, v) == -np.inf).all()
-    assert (energy.total(zeta, q, k, v) == -np.inf).all()
-    assert not energy.gradient(zeta, q, k, v).any()
-    assert not any(result.any() for result in energy.moments(q, k, v, covariance=True))
-    _, q, k, v = random_energy()
-    lengths = [0, 5]
-    assert (energy.value(None, q, k, v, lengths=lengths)[0] == -np.inf).all()
-    mean, _ = energy.moments(q, k, v + 1e4, lengths=lengths)
-    assert not mean[0].any()
-    np.testing.assert_array_equal(mean[1], energy.moments(q[1:], k[1:, :5], v[1:, :5] + 1e4)[0][0])
 
 
 def test_what_no_query_sees_changes_no_bit():

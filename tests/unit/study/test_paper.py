@@ -17,7 +17,6 @@ from treeattn.study.paper import (
     llama,
     memory,
     shown,
-    volume,
 )
 
 GB = 1e9
@@ -76,13 +75,6 @@ def test_a_simulated_step_by_hand():
 # Latency
 
 
-@pytest.mark.parametrize(("gpus", "slowest"), [(8, 371), (128, 48)])
-def test_long_contexts_tend_to_ranks_times_memory_over_link(gpus, slowest):
-    table, _ = latency.model((10**12,), (gpus,), 16, 128)
-    (ratio,) = column(table, "ring / tree: simulated")
-    assert ratio == pytest.approx(gpus * 2512 / slowest, rel=0.02 + 1 / gpus)
-
-
 # Bandwidth
 
 
@@ -101,15 +93,6 @@ def test_bandwidth_of_a_message_by_hand():
 # Memory
 
 
-def test_the_gaps_of_section_6_2():
-    table = model("memory")[0]
-    assert column(table, "gap, MB: paper") == [524, 1040]
-    gaps = [(2 * 64_000 * hidden - 2 * hidden // 128) * 2 / 1e6 for hidden in (2048, 4096)]
-    assert gaps == pytest.approx([524.287936, 1048.575872])
-    assert column(table, "gap, MB: model") == pytest.approx(gaps)
-    assert "1048.58" in page("Peak memory")
-
-
 def test_our_buffers_by_hand():
     """2 ranks, 10 tokens each, 3 heads of 4: shard 10 * 12 * 2 elements, records 3 * 6."""
     ring = sum(size for *_, size in memory.buffers("kv_ring", 2, 10, 3, 4))
@@ -119,18 +102,6 @@ def test_our_buffers_by_hand():
 
 
 # Volume
-
-
-@pytest.mark.parametrize(
-    ("scheme", "elements"),
-    [
-        ("kv_ring", 3 * 2 * 1000 * 2048),
-        ("kv_ring:rotation=full", 4 * 2 * 1000 * 2048),
-        ("binary_tree", 2 * 3 / 4 * (2048 + 2 * 16)),
-    ],
-)
-def test_law_of_a_scheme(scheme, elements):
-    assert volume.law(scheme, 4, 4000, 16, 128) == elements
 
 
 # Steps

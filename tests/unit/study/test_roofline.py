@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,7 @@ from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.study.roofline import cpu as roofline
-from treeattn.study.roofline.reading import Reader, readers
+from treeattn.study.roofline.reading import readers
 
 
 @pytest.fixture(autouse=True)
@@ -65,23 +63,3 @@ def test_every_reader_reads_all(threads: int) -> None:
             memory[place] = 1
             assert bin(reader.read(memory, threads)).count("1") == 1, reader
             memory[place] = 0
-
-
-def test_all_ways_of_reading_are_tried_and_the_fastest_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ways to read differ by a factor of two, and not in the same order on every processor."""
-    ways = readers()
-    assert {way.isa for way in ways} == set(compile.available_isas())
-    assert len({way.streams for way in ways}) > 2
-    assert len({way.ahead for way in ways}) > 2
-    tried = []
-    fast = ways[len(ways) // 2]
-
-    def seconds(reader: Reader, array: Any, threads: int) -> float:
-        tried.append(reader)
-        return 0.25 if reader == fast else 1.0
-
-    monkeypatch.setattr(Reader, "seconds", seconds)
-    result = roofline.measure(64, ["float32"], [1], repeats=2)
-    assert set(tried) == set(ways)
-    assert result["reader"] == str(fast)
-    assert result["read_rate_gb_s"] == pytest.approx(2 * 64 * 8 * 128 * 4 / 0.5 / 1e9)

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import made_results
 import pytest
 
-from treeattn import collectives
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.errors import ArgumentError
 from treeattn.study.compare import measure, sweep
@@ -77,14 +76,6 @@ def test_blocks_have_enough_iterations_where_patience_lasts(slowest, iterations)
     """10 blocks in 0.3 seconds, else of 20 iterations in 5 seconds, else of 3."""
     assert Effort(10, 200, 0.3, 10.0).count(slowest) == iterations
     assert Effort(10, 7, 0.3, 10.0).count(slowest) == min(iterations, 7)
-
-
-def test_payload_of_eq_14():
-    """A ring sends 2 (p - 1) / p of the records from each rank when p divides them."""
-    for scheme in ("ring", "reduce_scatter_gather"):
-        counted = measure.scheduled_tiers(collectives.build(scheme, 4), 16, 130 * 4, ((0, 1), (2, 3)))
-        assert counted["bytes_intra"] + counted["bytes_inter"] == 2 * 3 * 16 * 130 * 4
-        assert counted["bytes_inter"] > 0
 
 
 def tiers(messages_intra, bytes_intra, messages_inter=0, bytes_inter=0):
