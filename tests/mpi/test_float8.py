@@ -26,9 +26,13 @@ def assert_exact(got, q, k, v, k_scale=1.0, v_scale=1.0):
     problems.assert_exact(got, q, *wide, scale=0.125)
 
 
-@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2"])
 @pytest.mark.parametrize(
-    "scales", [(0.5, 2.0), ([0.5, 1.5], [2.0, 0.25]), (np.array([0.5, 2], ml_dtypes.bfloat16), np.float16(3))]
+    ("name", "scales"),
+    [
+        ("float8_e4m3fn", (0.5, 2.0)),
+        ("float8_e5m2", ([0.5, 1.5], [2.0, 0.25])),
+        ("float8_e4m3fn", (np.array([0.5, 2], ml_dtypes.bfloat16), np.float16(3))),
+    ],
 )
 def test_decode_and_decoder(comm, name, scales):
     k_scale, v_scale = scales

@@ -140,16 +140,6 @@ class Oracle:
         return [known[: budget - 2], [known[0] ^ 3, 5]] if len(known) > 1 else []
 
 
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-def test_drawn_tokens_are_the_same_on_any_number_of_ranks(comm, written, weights):
-    directory, drawn = written("biases"), {"temperature": 1.5, "seed": 3}
-    with Session(MPI.COMM_SELF, Llama(directory), PROMPT, capacity=400, **drawn) as session:
-        wanted = generate(session, 40).tokens
-    assert len(set(wanted)) > 20
-    with Session(comm, load(comm, directory, weights), PROMPT, capacity=400, **drawn) as session:
-        assert comm.allgather(generate(session, 40).tokens) == [wanted] * comm.size
-
-
 @pytest.mark.parametrize(
     ("weights", "drafter"),
     [("sharded", "ngram"), ("sharded", "oracle"), ("replicated", "wrong")],
@@ -229,22 +219,6 @@ REFUSED = [
     ({"scheme": "nonsense"}, "there is no scheme 'nonsense'"),
     ({"drafts": 5, "scheme": "kv_ring"}, "attends while it communicates"),
 ]
-
-
-def test_what_is_no_token_of_the_model(comm, tied, weights):
-    """NumPy would take the last token for -1, a sharded vocabulary none at all."""
-    wrong = ((-1, "token -1"), (256, "token 256"), (1.5, "float64: token numbers are whole"))
-    with Session(comm, load(comm, tied, weights), PROMPT, capacity=320, drafts=3) as session:
-        logits = session.prefill()
-        for token, message in wrong:
-            with pytest.raises(ArgumentError, match=f"the step has {message}"):
-                session.step(token)
-        with pytest.raises(ArgumentError, match="the tree has token 300, the model's vocabulary ends at 255"):
-            session.verify(draft_tree(3, [[300]], 3))
-        with pytest.raises(ArgumentError, match="the session was planned without trees, or for others"):
-            session.verify(draft_tree(3, [[4, 5]], 4))
-        assert session.tokens == len(PROMPT)
-        session.step(session.choose(logits))
 
 
 def test_ranks_must_agree(comm, tied, tmp_path):

@@ -13,7 +13,7 @@ from tests.emulator.runtime import StrictRuntime
 from tests.support.models import GOLDEN, PROMPT, assert_logits
 from treeattn import Reduction
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.errors import ArgumentError, BackendError, TransportError
+from treeattn.errors import BackendError
 from treeattn.llama import Llama, Session
 
 pytestmark = [
@@ -69,16 +69,6 @@ def test_records_travel_over_nccl(comm, written, nccl_communicators, scheme):
         for row in logits:
             assert_logits(row, session.step(token))
     assert nccl_communicators
-
-
-def test_several_gpus_need_a_transport_and_one_kind_of_device(comm, written):
-    directory = written("tied")
-    with pytest.raises(TransportError, match="needs a transport"):
-        Session(comm, Llama(directory, device="cuda"), [3], capacity=8)
-    with pytest.raises(
-        ArgumentError, match="the model's device differs between ranks: 'cpu' on rank 0, 'cuda"
-    ):
-        Llama(directory, comm, device="cuda" if comm.rank else "cpu")
 
 
 def test_memory_of_a_gpu_that_is_out_on_one_rank_is_told_by_all(comm, written, runtime):

@@ -115,13 +115,6 @@ def test_what_cannot_be_is_refused_on_every_rank(comm, asked, said):
         treeattn.Decoder(comm, **HEADS, dtype="float64", scheme=treeattn.Reduction(**asked))
 
 
-def test_ranks_must_ask_for_the_same(comm):
-    asked = "mpi" if comm.rank == comm.size - 1 else "program"
-    if comm.size > 1:
-        with pytest.raises(treeattn.ArgumentError, match="executor differs between ranks"):
-            treeattn.Decoder(comm, **HEADS, scheme=treeattn.Reduction(executor=asked))
-
-
 def test_merge_and_decode_take_it_too(comm):
     draw = np.random.default_rng(comm.rank)
     q, k, v = (draw.random((1, n, 4, 16), np.float32) for n in (1, 5, 5))

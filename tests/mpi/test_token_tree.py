@@ -225,28 +225,3 @@ def test_whatever_fails_on_rank_0_no_rank_is_left_waiting(comm):
         "inhomogeneous": lambda: accept_greedy(TREE, [[1], [2, 3]], comm=comm),
     }.items():
         raised_by_all(comm, call, words)
-
-
-def test_one_verifier_serves_tree_after_tree(comm):
-    """Other trees and owners in the same buffers, as in a loop; the last rank has no context."""
-    draw, shape = np.random.default_rng(23), (2, 7)
-    plan = {"heads": 4, "kv_heads": 2, "head_dim": 16, "dtype": "float64"}
-    with Verifier(comm, nodes=shape[1], batch=shape[0], **plan) as verifier:
-        for _ in range(6):
-            parents = [[int(draw.integers(-1, node)) for node in range(shape[1])] for _ in range(shape[0])]
-            lengths = draw.integers(0, shape[1] + 1, shape[0])
-            tree = TokenTree.from_parents(draw.integers(0, 9, shape), parents, lengths)
-            q = draw.standard_normal((*shape, 4, 16))
-            draft_k, draft_v = draw.standard_normal((2, *shape, 2, 16))
-            tokens = int(draw.integers(0, 20))
-            k, v = draw.standard_normal((2, shape[0], tokens, 2, 16))
-            own = draw.integers(0, max(1, comm.size - 1), tokens) == comm.rank
-            owners = draw.integers(0, comm.size, shape)
-            out, _ = verifier(q, k[:, own], v[:, own], draft_k, draft_v, tree, owner=owners)
-            parts = [
-                reference.partial(q, k, v, scale=0.25),
-                reference.partial(q, draft_k, draft_v, scale=0.25, seen=tree.mask & tree.real[..., None]),
-            ]
-            wanted, _ = reference.combine(parts)
-            np.testing.assert_allclose(out[tree.real], wanted[tree.real], rtol=0, atol=1e-12)
-            assert not out[~tree.real].any()

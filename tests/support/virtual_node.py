@@ -30,16 +30,6 @@ class Block:
         return self.bytes[begin : begin + size].view(dtype).reshape(shape)
 
 
-class OneSet(Slots):
-    """What must not be: even and odd steps use the same slots."""
-
-    def flag(self, rank, round_, parity):
-        return super().flag(rank, round_, 0)
-
-    def records(self, rank, parity):
-        return super().records(rank, 0)
-
-
 class VirtualRank(NamedTuple):
     records: np.ndarray
     lowered: Lowered

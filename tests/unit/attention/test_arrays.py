@@ -37,11 +37,6 @@ def test_memory_is_looked_at_in_place(exporter: Any, dtype: Any, cut: Any) -> No
     np.testing.assert_array_equal(view, array)
 
 
-@pytest.mark.parametrize("exporter", [Dlpack, Old])
-def test_nothing_is_written_through_a_view(exporter: Any) -> None:
-    assert not on_host("q", exporter(some())).flags.writeable
-
-
 def test_bfloat16_which_numpy_has_no_word_for() -> None:
     bits = bfloat16_bits(some())
     view = on_host("q", Dlpack(bits, code=4))

@@ -59,7 +59,7 @@ RANDOMS = st.randoms(use_true_random=False)
 
 @pytest.mark.slow
 @given(st.one_of(CATALOGUED, CATALOGUED, drawn_schedules(st.integers(2, 8))), st.integers(0, 3), st.data())
-@examples(600)
+@examples(300)
 def test_it_agrees_with_counting_whatever_is_changed(schedule, changes, data):
     for _ in range(changes):
         schedule = data.draw(mutated(schedule))

@@ -48,30 +48,22 @@ def test_json_round_trip(schedule):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"size": "4"},
-        {"size": True},
-        {"chunks": 1.0},
-        {"name": 3},
-        {"rounds": 7},
-        {"rounds": [[[0, 1, 0, 1]]]},
-        {"rounds": [[[0, 1, 0, 1, 1, 0, 1]]]},
-        {"rounds": [[[0, 1, 0, "1", 1]]]},
-        {"rounds": [[[0, 1.5, 0, 1, 1]]]},
-        {"rounds": [[3]]},
-    ],
-    ids=str,
-)
-def test_json_of_something_else_is_refused(change):
-    data = json.loads(Schedule("pair", 2, 1, PAIR).to_json()) | change
-    with pytest.raises(ScheduleError, match="not the JSON of a schedule"):
-        Schedule.from_json(json.dumps(data))
-
-
-@pytest.mark.parametrize(
     ("change", "words"),
     [
+        *(
+            (change, "not the JSON of a schedule")
+            for change in (
+                {"size": "4"},
+                {"size": True},
+                {"chunks": 1.0},
+                {"name": 3},
+                {"rounds": 7},
+                {"rounds": [[3]]},
+                {"rounds": [[[0, 1, 0, 1]]]},
+                {"rounds": [[[0, 1, 0, "1", 1]]]},
+                {"rounds": [[[0, 1.5, 0, 1, 1]]]},
+            )
+        ),
         ({"size": 10**11}, "size: 100000000000; give the number of ranks, 1 to 262144"),  # filled the memory
         ({"chunks": 0}, "chunks: 0; give the number of pieces"),
         ({"result": "gone"}, "scattered"),

@@ -100,38 +100,6 @@ def test_the_safe_softmax_shift_cancels(seed, shifts):
     close(out, energy.gradient(zeta, q, k, v, scale=SCALE), 1e-12)
 
 
-def test_attention_is_the_stationary_point_of_the_log_likelihood():
-    """With z = attention, Gamma(zeta, z) has its maximum, -F(0), at zeta = 0 and nowhere else."""
-    zeta, q, k, v = random_energy()
-    z = energy.gradient(None, q, k, v, scale=SCALE)
-
-    def gamma(at):
-        return energy.log_likelihood(at, z, q, k, v, scale=SCALE)
-
-    best = gamma(zeta * 0)
-    np.testing.assert_array_equal(best, gamma(None))
-    np.testing.assert_allclose(best, -energy.value(None, q, k, v, scale=SCALE), rtol=1e-14)
-    for direction in (*np.eye(8), zeta):
-        close((gamma(zeta * 0 + 1e-5 * direction) - gamma(zeta * 0 - 1e-5 * direction)) / 2e-5, 0, 1e-8)
-    for size in (0.01, 0.3, 5):
-        assert (gamma(size * zeta) < best).all()
-
-
-def test_positions_say_what_a_query_sees():
-    zeta, q, k, v = random_energy()
-    positions, q_positions = np.arange(23) * 3 + 1, np.array([[70, 0, 31], [1, 4, 5]])
-    given, options = (zeta, q, Shard(k, v, positions=positions)), {"scale": SCALE, "rules": CAUSAL}
-    options["q_positions"] = q_positions
-    value, out = energy.value(*given, **options), energy.gradient(*given, **options)
-    assert (value[0, :, 1] == -np.inf).all()
-    assert not out[0, 1].any()
-    for row, some in ((0, [0, 2]), (1, [0, 1, 2])):
-        arrays = zeta[row : row + 1, some], q[row : row + 1, some], k[row : row + 1], v[row : row + 1]
-        wanted = dense(*arrays, positions <= q_positions[row, some][:, None])
-        close(value[row][:, some], wanted[0][0], 1e-13)
-        close(out[row][some], wanted[1][0], 1e-13)
-
-
 @pytest.mark.parametrize(("dtype", "unit"), [(np.float32, 2.0**-24), (np.float64, 1e-15)])
 @pytest.mark.parametrize("mean", [0, 1e2, 1e4])
 def test_a_variance_is_exact_relative_to_the_spread_of_the_values(dtype, unit, mean):

@@ -153,22 +153,6 @@ def test_speculation_follows_the_model(siblings):
         assert abs((accepted.counts > 1).mean() - kept) < 4 * np.sqrt(kept * (1 - kept) / ROWS)
 
 
-@pytest.mark.parametrize("speculative", [False, True])
-def test_roots_that_are_drafts(speculative):
-    generator = np.random.default_rng(8)
-    tree = TokenTree.from_beams(generator.choice(4, (ROWS, 2, 1), p=DRAFT[START]))
-    p, q = MODEL[tree.tokens], DRAFT[tree.tokens]
-    first, draft_first = (np.broadcast_to(table[START], (ROWS, 4)) for table in (MODEL, DRAFT))
-    if speculative:
-        accepted = accept_speculative(tree, p, q, generator, first=first, draft_first=draft_first)
-    else:
-        accepted = accept_drawn(tree, p, generator, first=first)
-    kept = accepted.path[:, 0]
-    said = np.where(kept >= 0, tree.tokens[np.arange(ROWS), kept], accepted.next_tokens)
-    assert chi_square(said, MODEL[START]) < CRITICAL[3]
-    assert 0 < (accepted.counts == 0).sum() < ROWS
-
-
 def test_the_largest_number_of_a_generator_draws_a_token_too():
     """In float32 its product with the sum of probabilities is that sum."""
     generator = SimpleNamespace(random=lambda: 1 - 2**-53)
@@ -212,13 +196,3 @@ def test_the_first_of_equal_siblings_is_kept():
 def test_what_cannot_be_judged(call, words):
     with refused(words):
         call()
-
-
-def test_pads_are_not_looked_at():
-    tree = TokenTree.chain([[0, 1, 2], [0, 9, 9]], lengths=[3, 1])
-    p = np.full((2, 3, 4), np.nan)
-    p[tree.real] = 0.25
-    q = p.copy()
-    q[:, -1] = np.nan  # leaves have no children
-    q[1] = np.nan
-    assert accept_speculative(tree, p, q, np.random.default_rng(0)).counts[1] == 1
