@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -129,18 +128,6 @@ def test_merge_and_decode_take_it_too(comm):
             np.testing.assert_array_equal(by_mpi[1], other[1])
 
 
-def test_start_does_not_wait(comm):
-    """Others begin only when this rank has come back from start()."""
-    with reducer(comm, 4) as step:
-        for late in range(comm.size):
-            if comm.rank != late:
-                step.start()
-            comm.Barrier()
-            if comm.rank == late:
-                step.start()
-            step.wait()
-
-
 @pytest.mark.parametrize("waits_for", ["messages", "a flag"])
 def test_ctrl_c_ends_a_wait(comm, waits_for):
     stuck = reducer(comm, 4) if waits_for == "messages" else over_memory(comm)
@@ -214,43 +201,3 @@ def break_sharing(monkeypatch, fails):
             return offer._replace(token=bytes(len(offer.token))), memory
 
         monkeypatch.setattr(slots, "_made", another)
-
-
-def test_nothing_stays_open(comm):
-    """Neither descriptors nor names: what was shared is gone with its mappings."""
-    over_memory(comm).close()
-    before = len(os.listdir("/proc/self/fd"))
-    living = [over_memory(comm) for _ in range(5)]
-    assert len(os.listdir("/proc/self/fd")) == before  # a process may have 1024, and many decoders
-    mappings = mapped()
-    for step in living:
-        step.close()
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert mapped() < mappings or not shared(comm)
-
-
-def mapped():
-    return Path("/proc/self/maps").read_text().count("memfd:treeattn")
-
-
-def in_a_fork(call):
-    """The exit code of a child that calls it: 7 if it was refused there. It has so long."""
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)
-        try:
-            call()
-        except treeattn.StateError as error:
-            os._exit(7 if "another process's" in str(error) else 1)
-        os._exit(2)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_a_step_that_began_before_a_fork_ends_in_one_process(comm):
-    """The child's flags and messages would be the parent's."""
-    with over_memory(comm) as reducer:
-        reducer.start()
-        assert in_a_fork(reducer.wait) == 7
-        assert in_a_fork(reducer.test) == 7
-        assert in_a_fork(reducer.close) == 2
-        reducer.wait()

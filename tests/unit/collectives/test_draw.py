@@ -88,22 +88,6 @@ round     1     2     3     4
     )
 
 
-@examples(60)
-@given(of_sizes(2, 7, 16))
-def test_pictures_have_straight_columns(drawn):
-    schedule, nodes = drawn
-    lines = draw.text(schedule, nodes).splitlines()
-    picture = [line for line in lines if re.match(r"(node \d+)? *\d+ ─", line)]
-    if picture:
-        assert len(picture) == schedule.size
-        assert len(set(map(len, picture))) == 1
-        marks = Counter("".join(picture))
-        drawn = sum(len({frozenset((t.src, t.dst)) for t in round_}) for round_ in schedule.rounds)
-        assert marks["●"] + marks["▲"] + marks["▼"] == 2 * drawn, "two ranks that exchange share one line"
-    else:
-        assert max(map(len, lines)) > 80, "only large pictures are left out"
-
-
 def test_text_of_large_schedules_stays_short():
     lines = draw.text(build("recursive_doubling", 1024)).splitlines()
     assert len(lines) == 13

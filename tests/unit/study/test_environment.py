@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from treeattn.study.environment import _machine, node_load, variables
+from treeattn.study.environment import _machine, node_load
 
 
 def entries(*hosts: tuple[str, str, set[int]]) -> list[dict]:
@@ -25,11 +25,3 @@ def test_nodes_of_one_kernel_share_its_cores():
     ranks = entries(*((f"node{rank // 2}", "k1", {0, 1}) for rank in range(4)))
     assert [entry["machine"] for entry in ranks] == [0, 0, 0, 0]
     assert node_load(ranks) == "4 ranks share 2 cores of node0 and node1: times show waiting, not the scheme"
-
-
-def test_files_of_this_machine_are_not_recorded(monkeypatch):
-    monkeypatch.setenv("OMPI_MCA_plm_rsh_agent", "/somewhere/remote_shell")
-    monkeypatch.setenv("MPICH_ANY", "1")
-    environment = variables()
-    assert environment["MPICH_ANY"] == "1"
-    assert "OMPI_MCA_plm_rsh_agent" not in environment

@@ -53,15 +53,6 @@ def test_relative_to_the_baseline(sizes):
     assert figures.relative(sizes[sizes["baseline"].isna()]) is None
 
 
-def test_scaling_is_of_what_several_numbers_of_ranks_have():
-    keys = [key for ranks in (1, 2, 4) for key in made_results.keys(["chain", "ring"], [64], ranks=ranks)]
-    found = frame(*keys, *made_results.keys(["chain"], [128]))
-    (axes,) = figures.scaling(found).axes
-    assert axes.get_title("left").startswith("decode, 64 tokens")
-    assert [x for x, _ in lines(axes)["ring"]] == [1, 2, 4]
-    assert figures.scaling(found[found["ranks"] == 4]) is None
-
-
 def test_predicted_against_measured():
     known = {"predicted_us": 100.0, "predicted_low_us": 50.0, "predicted_high_us": 200.0}
     found = frame(*made_results.keys(["chain", "ring"], [0]), **known)

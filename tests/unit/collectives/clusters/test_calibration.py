@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 import statistics
-from collections import Counter
 from statistics import median
 
 import pytest
@@ -45,28 +44,6 @@ def took(cluster, probe):
     payload = Payload(probe.records, RECORD)
     places = block(cluster, cluster.places)
     return simulate(probe.schedule(cluster.places), cluster, places, payload).time
-
-
-def test_probes_keep_to_their_tier_and_use_a_rank_once():
-    for nodes in (
-        ((0, 1), (2, 3), (4, 5), (6, 7)),
-        ((0, 1, 2, 3, 4), (5, 6)),
-        ((0,), (1,), (2,)),
-        ((0, 1, 2),),
-    ):
-        node_of = {rank: at for at, node in enumerate(nodes) for rank in node}
-        found = list(probes(nodes))
-        assert len(set(found)) == len(found)
-        assert {probe.tier for probe in found} == {"", *(["network"] if len(nodes) > 1 else [])} | (
-            {"node"} if max(map(len, nodes)) > 1 else set()
-        )
-        for probe in found:
-            used = Counter(rank for group in probe.groups for rank in group)
-            assert max(used.values(), default=1) == 1
-            for group in probe.groups:
-                assert len(group) > 1
-                homes = {node_of[rank] for rank in group}
-                assert len(homes) == (1 if probe.tier == "node" else len(group))
 
 
 UNSEEN = ("hierarchical", "split_rail", "recursive_doubling", "ring", "k_nomial_tree", "bine")
