@@ -263,7 +263,4 @@ def test_fold_orders_cover_every_merge_once_and_ascend(schedule):
                 held[t.dst, c] = before[t.src, c]
 
 
-# The pieces under the proof
-
-
 # Size

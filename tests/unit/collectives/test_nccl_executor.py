@@ -1,4 +1,4 @@
-"""Reducers over NCCL: their graphs, their end, and waits that end; and that the fake can fail."""
+"""Reducers over NCCL: their graphs, their end, and waits that end."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""What is made of the instants that ranks note."""
+"""What is made of the instants that ranks note, each by a clock of its own."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from treeattn.study.compare.clock import Offset, on_common_clock
 from treeattn.study.compare.loop import Times
 
 
@@ -19,3 +20,9 @@ def test_series_of_made_up_instants():
         "early": [2.0, 2.0],
         "late": [3.0, 10.5],
     }
+
+
+def test_offsets_change_linearly_between_comparisons():
+    before, after = Offset(1000, 5, 10_000), Offset(3000, 5, 30_000)
+    instants = np.array([10_000, 20_000, 30_000], np.int64)
+    assert on_common_clock(instants, before, after).tolist() == [11_000, 22_000, 33_000]

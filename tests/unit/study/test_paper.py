@@ -72,9 +72,6 @@ def test_a_simulated_step_by_hand():
     assert column(table, "kv_ring, ms: simulated") == [pytest.approx((7 * hop + attention) / 1e3)]
 
 
-# Latency
-
-
 # Bandwidth
 
 
@@ -99,12 +96,6 @@ def test_our_buffers_by_hand():
     assert ring == 2 * 240 * 2 + 12 * 2 + 12 * 4 + 2 * 18 * 4 + 3 * 4
     tree = sum(size for *_, size in memory.buffers("binary_tree", 2, 10, 3, 4))
     assert tree == 240 * 2 + 12 * 2 + 18 * 4 + 18 * 4 + 12 * 4 + 3 * 4
-
-
-# Volume
-
-
-# Steps
 
 
 # Llama
