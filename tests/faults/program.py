@@ -97,7 +97,7 @@ with treeattn.Decoder(comm, heads=4, scheme="binary_tree", **plan) as decoder:
             cache_nodes.serve(comm)
         else:
             with cache_nodes.connect(comm) as nodes:
-                nodes.cache(layers=1, **plan).step(0, q, k[:, :1], v[:, :1])
+                nodes.cache(layers=1, capacity=9, **plan).step(0, q, k[:, :1], v[:, :1])
     before("a session")
     with Session(comm, Llama(folder), [1, 2, 3], capacity=9) as session:
         session.prefill()

@@ -135,8 +135,8 @@ class CacheNodes:
         dtype : str
             As of a `ShardedCache`; q is of it too, and float32 over 8 bits.
         capacity : int, optional
-            Tokens of the longest sequence; as many as the node with the least memory has room for unless
-            given. Nothing beyond it is taken.
+            Tokens of the longest sequence, beyond which nothing is taken. Needed unless nodes were given
+            their memory: then as many as the one with the least has room for.
 
         Raises
         ------

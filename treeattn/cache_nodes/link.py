@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from treeattn.cache_nodes.meeting import meet
-from treeattn.cache_nodes.message import Head, Message, Part
+from treeattn.cache_nodes.message import Call, Message, encode
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.owner import Owner
@@ -13,7 +13,6 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ANOTHER_PROCESS, StateError
 from treeattn.mpi import job, library
 from treeattn.mpi.agreement import collectively
-from treeattn.partial import Array
 
 __all__ = ["Link"]
 
@@ -29,7 +28,6 @@ class Link:
         self.leave = any(commanded for _, commanded in said[1:])
         self.tree = meet(comm, scheme)
         comm.Split(library.load().UNDEFINED)  # the nodes have a communicator of their own
-        self._message = Message()
         self.closed = self.busy = self.disowned = False
         self.owner = Owner("the tree of the cache nodes")
         comm.owner.let_go()  # another thread may use the nodes
@@ -44,28 +42,18 @@ class Link:
     def call(self, name: str, **arguments: Any) -> None:
         """Have the nodes do what is called so."""
         self.check_open()
+        self.send(Call(name, arguments))
+
+    def send(self, message: Message) -> None:
+        """Down the tree. Raises `ArgumentError` for what no message can have, before anything is sent."""
+        encoded = encode(message)
         self.tree.sent()
-        self._message.call(name, arguments)
-        self.tree.down(self._message)
-        self.tree.sent()
+        self.tree.down(encoded)
 
     def done(self) -> None:
         """Wait until the nodes have done what was called. Raises what they raised."""
         with watchdog.Activity("what the cache nodes do"):
             collectively(self.comm, tuple)
-
-    def step(
-        self, head: Head, batch: int, parts: tuple[Part, ...], given: tuple[Array, ...]
-    ) -> tuple[Array, ...]:
-        """Send a step of so many sequences with arrays `given`, of the shapes of `parts`: as they lie in the
-        message."""
-        self.tree.sent()
-        self._message.begin(head)
-        into = self._message.arrays((batch, *head[2:3], *head[4:]), parts)
-        for place, array in zip(into, given, strict=True):
-            place[...] = array
-        self.tree.down(self._message)
-        return into
 
     def disown(self) -> None:
         """In a forked process: the nodes are its parent's, and go on when it ends."""

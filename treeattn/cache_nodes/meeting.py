@@ -45,10 +45,12 @@ def agreed_index(comm: MpiCommunicator, directory: str) -> tuple[CachePlan, Inde
     return CachePlan(**{field.name: getattr(index, field.name) for field in fields(CachePlan)}), index
 
 
-def agreed_capacity(comm: MpiCommunicator, plan: CachePlan, batch: int, wanted: int | None, free: int) -> int:
+def agreed_capacity(
+    comm: MpiCommunicator, plan: CachePlan, batch: int, wanted: int | None, free: int | None
+) -> int:
     """Tokens of the longest sequence that all nodes together have room for. Collective.
 
-    free: bytes that this node has left. Raises `ArgumentError` on every rank alike.
+    free: bytes that this node has left, None where nobody said. Raises `ArgumentError` on every rank alike.
     """
     with Agreement(comm) as agreed:
         scales = plan.k_scale, plan.v_scale

@@ -5,20 +5,18 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, cast
 
-from numpy.typing import ArrayLike
+import numpy as np
 
 from treeattn.attention.mask import Rules
+from treeattn.attention.shape import CACHE_DTYPES, DTYPES
 from treeattn.cache import ShardedCache
-from treeattn.cache.sharded import CacheLayer
-from treeattn.cache_nodes import memory
 from treeattn.cache_nodes.meeting import agreed_capacity, agreed_index, meet
-from treeattn.cache_nodes.message import Head, Kind, Message, Part
-from treeattn.cache_nodes.view import Attention, CachePlan, View, per_sequence
+from treeattn.cache_nodes.message import Step, array_of, decode
+from treeattn.cache_nodes.view import Attention, CachePlan, View
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError, TransportError, TreeattnError
 from treeattn.mpi import communicators, job
 from treeattn.mpi.agreement import collectively
-from treeattn.partial import Array
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -34,8 +32,7 @@ def serve(comm: Intracomm | None = None, *, memory_bytes: int | None = None) -> 
     comm : mpi4py.MPI.Intracomm, optional
         As of `connect`.
     memory_bytes : int, optional
-        What keys and values may take here; nine tenths of what is free, shared with the other nodes of this
-        machine, unless given.
+        What keys and values may take here; unless given, whatever `capacity` asks for.
     """
     watched = communicators.mpi_intracomm(comm, "a cache node")
     if watched.rank == 0:
@@ -77,53 +74,47 @@ class Node:
         scheme, self.command = comm.allgather((None, job.commanded()))[0]
         self.tree = meet(comm, scheme)
         self._nodes = cast("Intracomm", comm.Split(1, comm.rank))
-        here = next(group for group in comm.nodes if comm.rank in group)
-        sharing = len(set(here) - {0})
-        self._free = memory.available(sharing) if memory_bytes is None else memory_bytes
-        self._message = Message()
+        self._free = memory_bytes
         self.caches: list[_Held] = []
         self.serves, self.steps = True, 0
 
     def take(self) -> None:
         """Do what the next message says."""
-        self.tree.receive(self._message)
-        head = self._message.head
-        if head.kind == Kind.STEP:
-            self._step(head)
+        message = decode(self.tree.receive())
+        if isinstance(message, Step):
+            self._step(message)
             return
-        name, arguments = self._message.called()
-        if name not in _CALLS:
-            raise TransportError(f"a message to cache nodes calls {name!r:.60}, which nobody here sends")
+        if message.name not in _CALLS:
+            raise TransportError(
+                f"a message to cache nodes calls {message.name!r:.60}: there is no such call"
+            )
         with contextlib.suppress(TreeattnError):  # all ranks raised it: the model process knows
-            getattr(self, f"_{name}")(**arguments)
+            getattr(self, f"_{message.name}")(**message.arguments)
 
-    def _step(self, head: Head) -> None:
-        held = self.caches[head.cache]
-        layer, flags = held.layers[head.layer], (head.counts, head.begins)
-        batch = len(layer.totals)
-        key = batch, *head[2:3], *head[4:]
-        self.steps += 1
-        if head.view < 0:
-            parts = *per_sequence(batch, *flags), *held.plan.new(batch, head.tokens)
-            counts, *new = self._parts(key, parts, flags[:1])
-            _append(layer, counts, *new)
-            return
-        view, attention = held.views[head.view]
-        counts, begins, q, *new = self._parts(key, view.parts(head.tokens, *flags), flags)
-        first = layer.totals - (view.queries - head.tokens)
+    def _step(self, step: Step) -> None:
+        held, arrays = self.caches[step.cache], iter(step.arrays)
+        layer, plan, self.steps = held.layers[step.layer], held.plan, self.steps + 1
+        batch, before = len(layer.totals), layer.totals
+        view, attention = (None, None) if step.view is None else held.views[step.view]
+        if view is not None:
+            asked = batch, view.queries, view.heads, plan.head_dim
+            q = array_of(next(arrays), asked, DTYPES[plan.q_dtype]).copy()  # aligned
+        new = [
+            array_of(one, (batch, step.tokens, plan.kv_heads, width), CACHE_DTYPES[plan.dtype])
+            for one, width in zip(arrays, plan.widths, strict=False)
+        ]
         if new:
-            _append(layer, counts, *new)
+            layer.append(*(*new, None)[:2], step.counts)
+        if view is None or attention is None:
+            return
         lengths = layer.lengths
         most = int(lengths.max())
         some = lengths if (lengths != most).any() else None
         k = layer.k[:, :most]
-        v = k[..., : held.plan.v_dim] if layer.v is None else layer.v[:, :most]
+        v = k[..., : plan.v_dim] if layer.v is None else layer.v[:, :most]
+        begins = None if step.begins is None else np.array(step.begins)
+        first = before - (view.queries - step.tokens)
         attention(q, k, v, some, layer.positions, first, begins)
-
-    def _parts(self, key: Any, parts: tuple[Part, ...], flags: tuple[int, ...]) -> list[Any]:
-        """The arrays of the message, with None for those whose flag is 0."""
-        there = iter(self._message.arrays(key, parts))
-        return [next(there) if flag else None for flag in flags] + list(there)
 
     def _plan_cache(self, plan: dict[str, Any], batch: int, capacity: int | None) -> None:
         planned = CachePlan(**plan)
@@ -143,7 +134,7 @@ class Node:
 
     def _hold(self, plan: CachePlan, cache: ShardedCache, batch: int, capacity: int) -> None:
         taken = plan.token_bytes(batch) * -(-capacity // self._nodes.size)
-        self._free -= taken
+        self._free = None if self._free is None else self._free - taken
         self.caches.append(_Held(plan, cache, taken))
 
     def _save(self, cache: int, directory: str, about: dict[str, Any]) -> None:
@@ -167,7 +158,7 @@ class Node:
     def _drop(self, cache: int) -> None:
         held = self.caches[cache]
         held.close()
-        self._free += held.bytes
+        self._free = None if self._free is None else self._free + held.bytes
         self.caches[cache] = _Held(held.plan, None, 0)
 
     def _close(self) -> None:
@@ -176,7 +167,3 @@ class Node:
         self.tree.close()
         self._nodes.free()
         self.serves = False
-
-
-def _append(layer: CacheLayer, counts: ArrayLike | None, k: Array, v: Array | None = None) -> None:
-    layer.append(k, v, counts)

@@ -20,8 +20,8 @@ from treeattn.attention.shape import CACHE_DTYPES, bits_of, check_latent
 from treeattn.cache.placement import whole_numbers
 from treeattn.cache.saved import as_json
 from treeattn.cache_nodes.link import Link
-from treeattn.cache_nodes.message import Head, Kind, message_bytes
-from treeattn.cache_nodes.view import Attention, CachePlan, View, per_sequence
+from treeattn.cache_nodes.message import Step, bytes_of
+from treeattn.cache_nodes.view import Attention, CachePlan, View
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 from treeattn.token_tree.tree import TokenTree
@@ -178,13 +178,10 @@ class RemoteCache:
     ) -> None:
         """The new tokens of a layer without a query: p - 1 messages. Arguments and errors as of `step`."""
         given = self._checked(layer, None, k, v)
-        batch, tokens = given[0].shape[:2]
+        tokens = given[0].shape[1]
         counted = None if counts is None else self._per_sequence("counts", counts, tokens)
         self._check_room(layer, counted, tokens)
-        flag = int(counted is not None)
-        parts = (*per_sequence(batch, flag), *self._plan.new(batch, tokens))
-        head = Head(Kind.STEP, message_bytes(parts), self._number, layer, -1, tokens, flag)
-        self._link.step(head, batch, parts, (*([] if counted is None else [counted]), *given))
+        self._send(layer, None, tokens, counted, None, given)
         self.totals[layer] += tokens if counted is None else counted
 
     def _step(
@@ -215,19 +212,27 @@ class RemoteCache:
             self._attention.append(Attention(view, link.comm, link.tree.schedule))
             number = self._views[view] = len(self._attention) - 1
         tokens = queries if len(given) > 1 else 0
-        flags = int(counts is not None), int(begins is not None)
-        parts = view.parts(tokens, *flags)
-        head = Head(Kind.STEP, message_bytes(parts), self._number, layer, number, tokens, *flags)
         link.busy = True
-        first = [one for one in (counts, begins) if one is not None]
-        into = link.step(head, batch, parts, (*first, *given))
+        self._send(layer, number, tokens, counts, begins, given)
         attention, totals = self._attention[number], self.totals[layer]
         k, v, *mask = drafts or attention.nothing
         stands = totals - (queries - tokens)
-        got = attention(into[sum(flags)], k, v, None, (), stands, begins, *mask)
+        got = attention(given[0], k, v, None, (), stands, begins, *mask)
         totals += tokens if counts is None else counts
         link.busy = False
         return got
+
+    def _send(
+        self,
+        layer: int,
+        view: int | None,
+        tokens: int,
+        counts: Array | None,
+        begins: Array | None,
+        given: tuple[Array, ...],
+    ) -> None:
+        numbers = (None if one is None else one.tolist() for one in (counts, begins))
+        self._link.send(Step(self._number, layer, view, tokens, *numbers, [*map(bytes_of, given)]))
 
     def rollback(self, totals: ArrayLike) -> None:
         """Forget the tokens from `totals` [batch] on, in all layers. Raises `ArgumentError` for more than

@@ -6,7 +6,6 @@ import os
 import time
 from typing import Any
 
-from treeattn.cache_nodes.message import Message
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
@@ -53,12 +52,11 @@ class Tree:
             "a message for cache nodes", f"the message from rank {self.parent}", patient=True
         )
 
-    def down(self, message: Message) -> None:
-        """Hand it on to the children. Its memory is theirs until `sent`."""
-        given = message.bytes
-        self._sending = [self._comm.Isend(given, child, _TAG) for child in self.children]
+    def down(self, message: bytes | bytearray) -> None:
+        """Hand it on to the children."""
+        self._sending = [self._comm.Isend(message, child, _TAG) for child in self.children]
         self.messages += len(self.children)
-        self.bytes += len(self.children) * len(given)
+        self.bytes += len(self.children) * len(message)
 
     def sent(self) -> None:
         """Wait until what was handed on has left."""
@@ -67,7 +65,7 @@ class Tree:
                 self._library.Request.Waitall(self._sending)
             self._sending = []
 
-    def receive(self, message: Message) -> None:
+    def receive(self) -> bytearray:
         """The next message of the parent, handed on to the children. It is waited for as long as the model
         process runs."""
         self.sent()
@@ -79,8 +77,10 @@ class Tree:
                     os.sched_yield()
                 else:
                     time.sleep(_NAP if waited < _PATIENT else _LONG_NAP)
-            found.Recv(message.room(status.Get_count(self._library.BYTE)))
+            message = bytearray(status.Get_count(self._library.BYTE))
+            found.Recv(message)
         self.down(message)
+        return message
 
     def close(self) -> None:
         """Collective."""

@@ -9,17 +9,14 @@ from numpy.typing import ArrayLike
 
 from treeattn.attention.arrays import Pair
 from treeattn.attention.mask import Rules
-from treeattn.attention.shape import CACHE_DTYPES, DTYPES, FLOAT8
+from treeattn.attention.shape import CACHE_DTYPES, FLOAT8
 from treeattn.attention.shard import CacheFormat, Positions, Shard
-from treeattn.cache_nodes.message import Part
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, Reduction
 from treeattn.partial import Array
 
-__all__ = ["Attention", "CachePlan", "View", "per_sequence"]
-
-_INT64 = np.dtype(np.int64)
+__all__ = ["Attention", "CachePlan", "View"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,16 +48,6 @@ class CachePlan:
         itemsize: int = CACHE_DTYPES[self.dtype].itemsize
         return batch * self.layers * self.kv_heads * sum(self.widths) * itemsize
 
-    def new(self, batch: int, tokens: int) -> tuple[Part, ...]:
-        """Keys and values of new tokens in a message."""
-        dtype = CACHE_DTYPES[self.dtype]
-        return tuple(((batch, tokens, self.kv_heads, width), dtype) for width in self.widths)
-
-
-def per_sequence(batch: int, *given: int) -> tuple[Part, ...]:
-    """What a message has first where sequences get, or begin with, different numbers of tokens."""
-    return (((batch,), _INT64),) * sum(given)
-
 
 @dataclass(frozen=True, slots=True)
 class View:
@@ -72,14 +59,6 @@ class View:
     heads: int
     scale: float
     rules: Rules
-
-    def parts(self, tokens: int, counts: int, begins: int) -> tuple[Part, ...]:
-        """The arrays of a step's message: per sequence counts and begins, where they come; q, and of `tokens`
-        new ones k and v."""
-        cache, batch = self.cache, self.batch
-        q = (batch, self.queries, self.heads, cache.head_dim), DTYPES[cache.q_dtype]
-        new = cache.new(batch, tokens) if tokens else ()
-        return *per_sequence(batch, counts, begins), q, *new
 
 
 class Attention:

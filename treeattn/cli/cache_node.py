@@ -12,7 +12,7 @@ from treeattn.mpi import job
 
 @click.command("cache-node")
 @click.option("--memory", callback=read(read_bytes), metavar="SIZE",
-              help="For keys and values, such as 200GB; else nine tenths of what is free.")  # fmt: skip
+              help="For keys and values, such as 200GB; else what the model process asks for.")  # fmt: skip
 def command(memory: int | None) -> int:
     """Keep keys and values for the model process, rank 0, and attend to them until it ends.
 

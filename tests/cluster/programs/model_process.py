@@ -12,7 +12,7 @@ from treeattn.reference import attention
 LAYERS, TOKENS = 2, 20
 
 with cache_nodes.connect() as nodes:
-    cache = nodes.cache(layers=LAYERS, kv_heads=2, head_dim=64, dtype="float32")
+    cache = nodes.cache(layers=LAYERS, kv_heads=2, head_dim=64, dtype="float32", capacity=1000)
     draw, error = np.random.default_rng(0), 0.0
     keys, values = ([np.empty((1, 0, 2, 64), np.float32)] * LAYERS for _ in range(2))
     for _ in range(TOKENS):
