@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from treeattn import Decoder, ShardedCache, reference
-from treeattn.cache import parts
+from treeattn.cache import saved
 from treeattn.errors import BackendError
 
 PLAN = {"kv_heads": 2, "head_dim": 16, "dtype": "float32"}
@@ -56,7 +56,7 @@ def test_a_full_disk_of_the_last_rank_is_told_by_all(comm, directory, monkeypatc
 
     with monkeypatch.context() as patch:
         if comm.rank == comm.size - 1:
-            patch.setattr(parts.os, "fsync", full)
+            patch.setattr(saved.os, "fsync", full)
         with pytest.raises(BackendError, match="No space left on device") as raised:
             cache.save(directory)
     assert len(set(comm.allgather(str(raised.value)))) == 1

@@ -1,8 +1,7 @@
 """The index of a saved cache: what is in it, and which tokens lie in which file.
 
 A saved cache is a directory: a safetensors file for each rank that wrote it, and ``index.json``. The index is
-written last and names the files by their digests, so that the directory is the old cache up to the moment in
-which the new index takes the place of the old one, and the new cache from then on.
+written last, and names the files that count.
 """
 
 from __future__ import annotations
@@ -21,12 +20,10 @@ NAME = "index.json"
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One rank's file, beside the index. runs: (start, step, count) of the positions of its tokens, in order.
-    sha256: of its header and of the sums of its rows, with which the rows that a reader takes are checked."""
+    """One rank's file, beside the index. runs: (start, step, count) of the positions of its tokens, in
+    order."""
 
     file: Annotated[str, msgspec.Meta(pattern=r"^part-[0-9]{5,}-[0-9a-f]{16}\.safetensors\Z")]
-    bytes: int
-    sha256: str
     runs: tuple[tuple[int, int, int], ...]
 
 
@@ -34,7 +31,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """layout, capacity: of the cache that was saved. about: whatever its writer said of it."""
 
     format: Literal["treeattn.ShardedCache"] = "treeattn.ShardedCache"
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     layers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
     kv_heads: int
     head_dim: int

@@ -1,11 +1,15 @@
-"""Caches that last: written by the ranks of one job, read by those of another, whatever their number."""
+"""Caches that last: written by the ranks of one job, read by those of another, whatever their number.
+
+Every row, a token of a sequence in one array of one layer, has a sum of its own beside it in the file. So a
+reader checks what it takes, reads nothing else, and can say which row is damaged.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import itertools
 import os
+import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,55 +18,127 @@ import msgspec
 import numpy as np
 
 from treeattn import files
-from treeattn.cache.index import NAME, Index, read_index
-from treeattn.cache.parts import GLOB, UNFINISHED, read_rows, write_part
-from treeattn.cache.placement import Plan, Reach
+from treeattn.attention.positions import Runs
+from treeattn.attention.shape import CACHE_DTYPES
+from treeattn.cache.index import NAME, Index, Part, read_index
+from treeattn.cache.placement import Plan, Reach, ordered
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError, BackendError, TreeattnError
 from treeattn.mpi.agreement import Agreement, collectively
+from treeattn.partial import Array
 
 if TYPE_CHECKING:
     from treeattn.cache.sharded import CacheLayer
 
+#: Tokens that are copied at once.
+_BLOCK = 1 << 12
+
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
 
 def save(comm: Communicator, layers: Sequence[CacheLayer], directory: Path, about: dict[str, Any]) -> None:
-    """As `ShardedCache.save`. Collective."""
+    """As `ShardedCache.save`. Collective.
+
+    Files of a new cache have new names, and nothing but the index says which ones count: the directory is
+    the old cache up to the moment in which the new index takes the place of the old one.
+    """
     with contextlib.ExitStack() as claim:
         collectively(comm, lambda: None if comm.rank else claim.enter_context(_claimed(directory)))
-        _save(comm, layers, directory, about)
+        own = directory / f"part-{comm.rank:05}-{secrets.token_hex(8)}.safetensors"
+        try:
+            index = _written(comm, layers, own, about)
+            collectively(comm, lambda: None if comm.rank else _publish(directory, index))
+        except TreeattnError:
+            own.unlink(missing_ok=True)
+            raise
+        collectively(comm, lambda: None if comm.rank else _remove_others(directory, index))
 
 
-def _save(comm: Communicator, layers: Sequence[CacheLayer], directory: Path, about: dict[str, Any]) -> None:
+def _written(comm: Communicator, layers: Sequence[CacheLayer], own: Path, about: dict[str, Any]) -> Index:
     plan, reach = layers[0]._plan, layers[0]._reach
-    written: Path | None = None
+    with Agreement(comm) as agreed:
+        for number, layer in enumerate(layers):
+            if not np.array_equal(layer.totals, reach.totals):
+                raise ArgumentError(
+                    f"layer {number} holds {layer.totals.tolist()} tokens, the first one "
+                    f"{reach.totals.tolist()}: a cache is saved when all layers have come as far"
+                )
+        agreed.must_match = {"the tokens": reach.totals.tolist(), "about": as_json(about)}
+        _make(own.parent)
+        try:
+            _write(own, plan, layers, reach)
+        except OSError as error:
+            raise BackendError(
+                f"{own.parent}: cannot be written ({error.strerror}); what was saved there is as it was"
+            ) from None
+        runs = (row for row in plan.placement.own.table.tolist() if row[0] < reach.most)
+        held = tuple((start, step, min(count, reach.most - at)) for at, start, step, count in runs)
+        agreed.share = Part(own.name, held)
+    names = "kv_heads", "head_dim", "v_dim", "k_scale", "v_scale"
+    return Index(
+        **{name: getattr(plan.shape, name) for name in names},
+        dtype=str(plan.shape.kv_dtype),
+        layers=len(layers),
+        latent=plan.latent,
+        layout=plan.placement.name,
+        capacity=layers[0].capacity,
+        totals=tuple(reach.totals.tolist()),
+        parts=tuple(agreed.gathered),
+        about=about,
+    )
+
+
+def _write(path: Path, plan: Plan, layers: Sequence[CacheLayer], reach: Reach) -> None:
+    """This rank's keys and values, in blocks, and then their sums."""
+    elements, tokens, batch = CACHE_DTYPES[str(plan.shape.kv_dtype)], reach.most, len(reach.totals)
+    names = [f"layers.{number}.{name}" for number in range(len(layers)) for name in plan.names]
+    shapes = [(batch, tokens, plan.shape.kv_heads, width) for _ in layers for width in plan.widths]
+    tensors = {name: (elements, shape) for name, shape in zip(names, shapes, strict=True)}
+    sums = {f"{name}.sums": np.zeros((batch, tokens), np.uint64) for name in names}
+    with path.open("xb") as file:
+        file.write(files.tensors_header(tensors | {name: (t.dtype, t.shape) for name, t in sums.items()}))
+        arrays = [array for layer in layers for array in layer.arrays]
+        for array, table in zip(arrays, sums.values(), strict=True):
+            for row, length in enumerate(reach.lengths.tolist()):
+                for begin in range(0, length, _BLOCK):
+                    block = array[row, begin : min(begin + _BLOCK, length)]
+                    rows = np.ascontiguousarray(plan.device.readable(block))
+                    table[row, begin : begin + len(rows)] = _sums(rows)
+                    file.write(rows.view(np.uint8).data)
+                file.write(bytes((tokens - length) * array[0, :1].nbytes))
+        for table in sums.values():
+            file.write(table.data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _publish(directory: Path, index: Index) -> None:
+    """Let the index take the place of the one before."""
+    for part in index.parts:
+        if not (directory / part.file).is_file():
+            raise ArgumentError(
+                f"{directory / part.file}: not there for rank 0: name a directory that all ranks share"
+            )
+    temporary = directory / f"{NAME}.part"  # one that was left is written again
     try:
-        with Agreement(comm) as agreed:
-            for number, layer in enumerate(layers):
-                if not np.array_equal(layer.totals, reach.totals):
-                    raise ArgumentError(
-                        f"layer {number} holds {layer.totals.tolist()} tokens, the first one "
-                        f"{reach.totals.tolist()}: a cache is saved when all layers have come as far"
-                    )
-            agreed.must_match = {"the tokens": reach.totals.tolist(), "about": as_json(about)}
-            _make(directory)
-            before = _parts(directory)
-            agreed.share = part = write_part(directory, layers)
-            written = None if part.file in before else directory / part.file
-        index = Index(
-            **_of_shape(plan),
-            layers=len(layers),
-            latent=plan.latent,
-            layout=plan.placement.name,
-            capacity=layers[0].capacity,
-            totals=tuple(reach.totals.tolist()),
-            parts=tuple(agreed.gathered),
-            about=about,
-        )
-        collectively(comm, lambda: None if comm.rank else _publish(directory, index))
-    except TreeattnError:
-        if written is not None:
-            written.unlink(missing_ok=True)
-        raise
+        _sync(directory)
+        with temporary.open("wb") as file:
+            file.write(index.encode())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, directory / NAME)
+    except OSError as error:
+        raise BackendError(f"{directory}: the index cannot be written ({error.strerror})") from None
+
+
+def _remove_others(directory: Path, index: Index) -> None:
+    """What belongs to the cache before, and what a job that was killed has left."""
+    _sync(directory)
+    kept = {part.file for part in index.parts}
+    for path in directory.glob("part-*.safetensors"):
+        if path.name not in kept:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def agree(comm: Communicator, directory: Path) -> Index:
@@ -79,7 +155,8 @@ def fill(comm: Communicator, layers: Sequence[CacheLayer], directory: Path, inde
 
 
 def read_layers(layers: Sequence[CacheLayer], directory: Path, index: Index) -> None:
-    """The same, by one rank. Raises `ArgumentError`."""
+    """The same, by one rank. Raises `ArgumentError`, which names a file that is missing, cut off or
+    damaged; nothing is asked of a file without one of its tokens."""
     plan, totals = layers[0]._plan, np.array(index.totals, np.int64)
     if plan.placement.limit is not None and totals.max() > plan.placement.limit:
         raise ArgumentError(
@@ -89,26 +166,45 @@ def read_layers(layers: Sequence[CacheLayer], directory: Path, index: Index) -> 
     reach = Reach(plan.placement, totals)
     for layer in layers:
         layer._reserve(reach)
+    mine = plan.placement.own.positions(0, reach.most)
     for part in index.parts:
-        read_rows(directory, part, layers, reach)
+        there = Runs(part.runs)
+        at = there.all_below(mine)
+        own = np.flatnonzero(there.all_below(mine + 1) > at)
+        file = files.open_cache(directory / part.file) if len(own) else None
+        for begin in range(0, len(own), _BLOCK):
+            into = own[begin : begin + _BLOCK]
+            for number, layer in enumerate(layers):
+                for name, array in zip(plan.names, layer.arrays, strict=True):
+                    assert file is not None
+                    taken = ordered(at[into])
+                    rows = _checked(file, f"layers.{number}.{name}", taken, mine[into], array.shape)
+                    array[:, ordered(into)] = plan.device.from_host(rows)
     for layer in layers:
         layer._stand(reach)
 
 
-def _publish(directory: Path, index: Index) -> None:
-    """Let the index take the place of the one before, and remove what belongs to that."""
-    for part in index.parts:
-        path = directory / part.file
-        if not path.is_file() or path.stat().st_size != part.bytes:
-            raise ArgumentError(f"{path}: not there for rank 0: name a directory that all ranks share")
-    _sync(directory)
-    files.output_writer(directory / NAME)(index.encode())
-    _sync(directory)
-    kept = {part.file for part in index.parts}
-    for path in itertools.chain.from_iterable(map(directory.glob, (GLOB, *UNFINISHED))):
-        if path.name not in kept:
-            with contextlib.suppress(OSError):
-                path.unlink()
+def _checked(
+    file: files.CacheFile, name: str, taken: slice | Array, positions: Array, shape: tuple[int, ...]
+) -> Array:
+    """Tokens of a tensor, in memory of their own. positions: where they stand, for the error. shape: of the
+    array that they go to."""
+    tensor = file[name]
+    if tensor.ndim != 4 or (len(tensor), *tensor.shape[2:]) != (shape[0], *shape[2:]):
+        raise ArgumentError(f"{file.path}: damaged: {name} has another shape than the index says")
+    rows = np.ascontiguousarray(tensor[:, taken])
+    wrong = (_sums(rows) != file[f"{name}.sums"][:, taken]).any(axis=0)
+    if wrong.any():
+        _, layer, array = name.split(".")
+        where = f"{array} of layer {layer} at position {positions[wrong.argmax()]}"
+        raise ArgumentError(f"{file.path}: damaged: {where}; save the cache again")
+    return rows
+
+
+def _sums(rows: Array) -> Array:
+    """Of rows [.., kv_heads, width], uint64 [..]: any element that changes, changes its row's."""
+    words = rows.view(np.uint8).reshape(*rows.shape[:-2], -1).view(np.uint64)
+    return words @ (np.arange(words.shape[-1], dtype=np.uint64) * _ODD * np.uint64(2) + np.uint64(1))
 
 
 def _make(directory: Path) -> None:
@@ -136,10 +232,6 @@ def _claimed(directory: Path) -> Iterator[None]:
         os.close(handle)
 
 
-def _parts(directory: Path) -> set[str]:
-    return {path.name for path in directory.glob(GLOB)}
-
-
 def _sync(directory: Path) -> None:
     """Names, too, are on the disk when this returns."""
     handle = os.open(directory, os.O_RDONLY)
@@ -147,12 +239,6 @@ def _sync(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _of_shape(plan: Plan) -> dict[str, Any]:
-    shape = plan.shape
-    names = "kv_heads", "head_dim", "v_dim", "k_scale", "v_scale"
-    return {"dtype": shape.kv_dtype, **{name: getattr(shape, name) for name in names}}
 
 
 def as_json(about: dict[str, Any]) -> str:
