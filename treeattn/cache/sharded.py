@@ -231,7 +231,7 @@ class CacheLayer:
     def _given(self, k: Array, v: Array | None) -> tuple[Array, ...]:
         """The arrays as they are to be stored, k and v or k alone. Raises `ArgumentError`."""
         self.owner.take()
-        given = (k,) if v is None else (k, v)
+        given: tuple[Array, ...] = (k,) if v is None else (k, v)
         if len(given) != len(self.arrays):
             raise ArgumentError(
                 "v is missing: this cache has values of its own"

@@ -98,13 +98,13 @@ class Node:
         view, attention = (None, None) if step.view is None else held.views[step.view]
         if view is not None:
             asked = batch, view.queries, view.heads, plan.head_dim
-            q = array_of(next(arrays), asked, DTYPES[plan.q_dtype]).copy()  # aligned
+            q = array_of(next(arrays), asked, DTYPES[plan.q_dtype])
         new = [
             array_of(one, (batch, step.tokens, plan.kv_heads, width), CACHE_DTYPES[plan.dtype])
             for one, width in zip(arrays, plan.widths, strict=False)
         ]
         if new:
-            layer.append(*(*new, None)[:2], step.counts)
+            layer.append(new[0], None if plan.latent else new[1], step.counts)
         if view is None or attention is None:
             return
         lengths = layer.lengths

@@ -231,8 +231,9 @@ class RemoteCache:
         begins: Array | None,
         given: tuple[Array, ...],
     ) -> None:
-        numbers = (None if one is None else one.tolist() for one in (counts, begins))
-        self._link.send(Step(self._number, layer, view, tokens, *numbers, [*map(bytes_of, given)]))
+        some, first = (None if one is None else one.tolist() for one in (counts, begins))
+        given_bytes = list(map(bytes_of, given))
+        self._link.send(Step(self._number, layer, view, tokens, some, first, given_bytes))
 
     def rollback(self, totals: ArrayLike) -> None:
         """Forget the tokens from `totals` [batch] on, in all layers. Raises `ArgumentError` for more than

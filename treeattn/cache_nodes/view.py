@@ -9,7 +9,7 @@ from numpy.typing import ArrayLike
 
 from treeattn.attention.arrays import Pair
 from treeattn.attention.mask import Rules
-from treeattn.attention.shape import CACHE_DTYPES, FLOAT8
+from treeattn.attention.shape import CACHE_DTYPES, DTYPES, FLOAT8
 from treeattn.attention.shard import CacheFormat, Positions, Shard
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Schedule
@@ -89,6 +89,8 @@ class Attention:
             cache=held if differs else None,
         )
         empty, dtype = (view.batch, 0, cache.kv_heads), CACHE_DTYPES[cache.dtype]
+        shape = view.batch, view.queries, view.heads, cache.head_dim
+        self._q = np.empty(shape, DTYPES[cache.q_dtype])  # of each step: where the decoder has seen it before
         #: Keys and values of the model process.
         self.nothing = np.empty((*empty, cache.head_dim), dtype), np.empty((*empty, cache.v_dim), dtype)
 
@@ -112,10 +114,12 @@ class Attention:
     ) -> Pair:
         """A step. positions: of this rank's tokens; first: where the first query of each sequence stands;
         mask: who sees which of the last tokens, where others see all."""
+        self._q[...] = q
         if self._plain and begins is None:
-            return self._decoder(q, k, v, lengths, mask=mask)
+            return self._decoder(self._q, k, v, lengths, mask=mask)
         stands = first[:, None] + self._queries if self._positional else None
-        return self._decoder(q, Shard(k, v, lengths, positions=positions), q_positions=stands, begins=begins)
+        shard = Shard(k, v, lengths, positions=positions)
+        return self._decoder(self._q, shard, q_positions=stands, begins=begins)
 
     def close(self) -> None:
         """Collective."""
