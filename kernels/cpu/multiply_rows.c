@@ -61,8 +61,7 @@ INLINE void multiply_unit(const struct product *p, int type, const char *from, i
   unit held[2];
   for (int r = 0; r < rows; ++r, from += row_bytes) {
     held[r] = load_weights(type, from, elements);
-    for (size_t i = 0; count > 1 && i < UNIT * element_size(type); i += 64)
-      __builtin_prefetch(from + AHEAD + i, 0, 2);
+    for (size_t i = 0; count > 1 && i < UNIT * element_size(type); i += 64) __builtin_prefetch(from + AHEAD + i, 0, 2);
   }
   for (int n = 0; n < count; ++n) {
     const vector first = load(x + n * p->padded), second = load(x + n * p->padded + WIDTH);

@@ -51,7 +51,7 @@ def test_the_layout_of_torch_is_named(q, k, which):
         (treeattn.decode, "softmax_scale", "scale="),
         (treeattn.decode, "causal", r"rules=treeattn.Rules\(causal=..\)"),
         (treeattn.decode, "positions", r"treeattn.Shard\(k, v, positions=..\)"),
-        (treeattn.decode, "lenghts", "lengths="),
+        (treeattn.decode, "length", "lengths="),
         (treeattn.Decoder, "num_heads", "heads="),
         (treeattn.merge, "group", "comm="),
     ],
