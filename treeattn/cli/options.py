@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar, cast
 
 import click
 
@@ -100,7 +99,6 @@ FILE = click.Path(path_type=Path)
 SIZE, COUNT, RANKS = click.IntRange(1, 2**20), click.IntRange(1, 10**9), click.IntRange(1, 2**20)
 RESULT = click.option("--result", type=click.Choice(["replicated", "root"]), default="replicated",
                       help="Where it ends: on every rank, or on rank 0 for half the messages.")  # fmt: skip
-SEED = click.IntRange(0, 2**63 - 1)
 
 DEVICE = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu",
                       help="Where each rank computes.")  # fmt: skip
@@ -118,17 +116,19 @@ def layout_option(default: str = "contiguous") -> Callable[[Command], Command]:
 
 
 def grouped(
-    name: str, make: Callable[..., object], *options: Callable[[Command], Command]
+    name: str, make: Callable[..., object], **options: Callable[[Command], Command]
 ) -> Callable[[Command], Command]:
-    """Decorate a command with options that it takes as one argument: `make` of their values, by name."""
+    """Decorate a command with options that it takes as one argument, `name`: `make` of their values."""
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
         def combined(**given: Any) -> Any:
-            made = make(**{key: given.pop(key) for key in inspect.signature(make).parameters if key in given})
-            return command(**{name: made}, **given)
+            return command(**{name: make(**{option: given.pop(option) for option in options})}, **given)
 
-        return functools.reduce(lambda made, option: option(made), reversed(options), combined)  # type: ignore[return-value]
+        made: Any = combined
+        for option in reversed(options.values()):
+            made = option(made)
+        return cast(Command, made)
 
     return decorate
 
@@ -147,8 +147,8 @@ class Sizes(NamedTuple):
 
 size_options = grouped(
     "sizes", Sizes,
-    click.option("--heads", type=SIZE, default=16),
-    click.option("--head-dim", type=SIZE, default=128),
+    heads=click.option("--heads", type=SIZE, default=16),
+    head_dim=click.option("--head-dim", type=SIZE, default=128),
 )  # fmt: skip
 
 
@@ -173,7 +173,7 @@ class Output:
         else:
             collectively(world, opened if world.rank == 0 else lambda: None)
 
-    def draw(self, drawing: str, what: str = "the drawing") -> None:
+    def draw(self, drawing: str, what: str) -> None:
         """Write a drawing, and say so; without ``--out`` print it."""
         self.write((drawing.rstrip("\n") + "\n").encode())
         print(f"{what} is in {self.out}" if self.out else drawing.rstrip("\n"))
@@ -199,14 +199,14 @@ def output_options(
 
     out, json: their help, for commands that have them. required: what ``--out`` takes, where it is needed.
     """
-    options = []
+    options = {}
     if out is not None:
-        options.append(click.option("--out", type=FILE, metavar=required, required=bool(required), help=out))
+        options["out"] = click.option("--out", type=FILE, metavar=required, required=bool(required), help=out)
     if wide:
-        options.append(click.option("--wide", is_flag=True, help="Every column, however wide it becomes."))
+        options["wide"] = click.option("--wide", is_flag=True, help="Every column, however wide it becomes.")
     if json is not None:
-        options.append(click.option("--json", type=FILE, help=json))
-    return grouped("output", Output, *options)
+        options["json"] = click.option("--json", type=FILE, help=json)
+    return grouped("output", Output, **options)
 
 
 def ranks() -> Communicator:

@@ -40,7 +40,7 @@ def draws(tokens, output):
     made = Report({"tokens": tokens})
     made.line(f"{tokens} tokens")
     output.report(made)
-    output.draw("#")
+    output.draw("#", "the drawing")
 
 
 def test_a_command_takes_its_output_as_one_object(tmp_path):
