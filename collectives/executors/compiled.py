@@ -1,8 +1,8 @@
 """Runs one schedule on one communicator as a compiled program: a step is a call of `kernels/cpu/step.c`.
 
-The program and the bits are those of `executors/interpreter.py`. Messages are those of the
-communicator's library (`mpi_messages.py`, `torch_messages.py`). What ranks of a node send one another goes
-through shared memory where slots are passed in (`executors/slots.py`).
+The program and the bits are those of `executors/interpreter.py`. Messages are those of the communicator's
+library (`runtime/mpi_communicator.py`, `runtime/torch_communicator.py`). What ranks of a node send each other
+goes through shared memory where slots are passed in (`executors/slots.py`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def plan(spec: ReductionSpec, schedule: Schedule, *, oversubscribed: bool = Fals
     """The reducer of a schedule whose messages all travel by MPI. Collective.
 
     spec: of a `NativeOperator` on the host, where no rank has a `problem`, over a communicator of MPI whose
-    functions can be called from C (`mpi_messages.problem`). oversubscribed: ranks of this
+    functions can be called from C (`mpi_communicator.problem`). oversubscribed: ranks of this
     machine share cores. Raises `ScheduleError` as `program.of_spec` does.
     """
     return Reducer(spec, program.of_spec(spec, schedule), None, oversubscribed)

@@ -24,7 +24,7 @@ from treeattn.collectives.program import (
     in_place,
     messages,
 )
-from treeattn.collectives.runtime.memory import Array, Message
+from treeattn.collectives.runtime.memory import Array, Message, Requests
 
 if TYPE_CHECKING:
     from treeattn.collectives.executors.slots import Slots
@@ -64,13 +64,6 @@ class Regions:
         sends, receives = messages(instructions)
         arriving = [(self.array(message.into), message.peer) for message in receives]
         return arriving, [(self.array(message.source), message.peer) for message in sends]
-
-
-class Requests(NamedTuple):
-    """Handles of the requests of a round, side by side."""
-
-    address: int
-    number: int
 
 
 class Messages(Protocol):
@@ -113,10 +106,10 @@ def messages_over(comm: Any, name: str, program: Program) -> Messages:
     """Those of a communicator's library, of no round yet; its ranks need not have the other one. name: of the
     schedule. Collective."""
     if getattr(comm, "library", "mpi") == "torch":
-        from treeattn.collectives.executors.torch_messages import TorchMessages
+        from treeattn.collectives.runtime.torch_communicator import TorchMessages
 
         return TorchMessages(comm, name, program)
-    from treeattn.collectives.executors.mpi_messages import MpiMessages
+    from treeattn.collectives.runtime.mpi_communicator import MpiMessages
 
     return MpiMessages(comm, name, program)
 

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from treeattn.collectives import program
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.memory import PeerMemory
+from treeattn.collectives.runtime.mpi_communicator import duplicate
 from treeattn.collectives.runtime.operator import OneSidedOperator, OneSidedStep
 from treeattn.collectives.runtime.reducer import Reducer as BaseReducer
-from treeattn.collectives.runtime.reducer import ReductionSpec, duplicate
+from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import PeerTimeoutError, TransportError
 

@@ -6,7 +6,8 @@ from abc import abstractmethod
 
 from mpi4py import MPI
 
-from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec, duplicate
+from treeattn.collectives.runtime.mpi_communicator import duplicate
+from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 
 
 class CollectiveReducer(Reducer):

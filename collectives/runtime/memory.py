@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -12,6 +12,13 @@ import numpy as np
 Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[Any]]
 #: An array that travels, and the rank that it goes to or comes from.
 Message: TypeAlias = tuple[Array, int]
+
+
+class Requests(NamedTuple):
+    """Handles of the requests of a round, side by side."""
+
+    address: int
+    number: int
 
 
 class Memory(Protocol):

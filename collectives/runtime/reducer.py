@@ -1,23 +1,22 @@
-"""What a reduction over ranks is to its caller, whoever does the work: schedules, libraries, baselines."""
+"""What a reduction over ranks is to its caller, whoever does the work: schedules, libraries, baselines;
+and which thread uses an object."""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
+import sys
+import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 from treeattn.collectives.check import Certificate
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.memory import HOST, Array
 from treeattn.errors import ANOTHER_PROCESS, ScheduleError, StateError
-
-if TYPE_CHECKING:
-    from mpi4py.MPI import Intracomm
-
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
 
 class Sent(NamedTuple):
@@ -67,15 +66,70 @@ class ReductionSpec(NamedTuple):
         return self.buffer.reshape(-1, self.operator.width)
 
 
-def duplicate(comm: Intracomm, what: str = "planning a reduction") -> MpiCommunicator:
-    """A private communicator of the same ranks. Collective. what: the wait for it, as a late rank is told of.
+class Owner:
+    """The thread of an object: the first that uses it, for as long as that runs.
 
-    Raises `BackendError` where the MPI library has none left: each that is not closed keeps one.
+    Making an object is no use of it: another thread may then take it. A step compares `thread` itself, which
+    costs no call of Python: ``if threading.get_ident() != owner.thread: owner.take()``.
     """
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
-    with watchdog.Activity(what):
-        return MpiCommunicator.of(comm).dup()
+    __slots__ = ("_what", "thread")
+
+    def __init__(self, what: str) -> None:
+        """what: the object, as an error names it."""
+        self._what, self.thread = what, 0
+
+    def take(self) -> None:
+        """From here on it is this thread's. Raises `StateError` where another has it and still runs."""
+        here = threading.get_ident()
+        if self.thread != here:
+            with _lock:
+                self._check(here)
+                self.thread = here
+
+    def check(self) -> None:
+        """Raise `StateError` where another thread has it and still runs."""
+        self._check(threading.get_ident())
+
+    def _check(self, here: int) -> None:
+        if self.thread not in (0, here) and self.thread in sys._current_frames():
+            other = {one.ident: one.name for one in threading.enumerate()}.get(self.thread, self.thread)
+            raise StateError(
+                f"{self._what} is used by another thread ({other}), which still runs: each thread takes its "
+                "own, and over several ranks a communicator of its own, too"
+            )
+
+    def let_go(self) -> None:
+        """Another thread may have it."""
+        self.thread = 0
+
+    @contextlib.contextmanager
+    def during(self) -> Iterator[None]:
+        """``with owner.during():`` around a call that leaves nothing to its thread: it is let go afterwards,
+        unless it was this thread's before."""
+        before = self.thread
+        self.take()
+        try:
+            yield
+        finally:
+            if before != self.thread:
+                self.let_go()
+
+
+class Anyone(Owner):
+    """Of what threads may share."""
+
+    def take(self) -> None:
+        """It may always be used."""
+
+    def check(self) -> None:
+        """As `take`."""
+
+
+def owner_of_communicator(size: int) -> Owner:
+    """Of one of so many ranks: of several it is one thread's, since ranks whose threads come in another order
+    would take one another's messages; who is alone waits for nobody."""
+    return Owner("this communicator") if size > 1 else Anyone("a communicator of one rank")
 
 
 class Reducer(ABC):
@@ -271,6 +325,7 @@ class Reducer(ABC):
             self._abandon()
 
 
+_lock = threading.Lock()
 _living: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 

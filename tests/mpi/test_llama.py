@@ -217,6 +217,7 @@ REFUSED = [
     ({"capacity": 5000}, "the model was made for at most 4096"),
     ({"prompt": [3, 4], "capacity": 1}, "room for 1"),
     ({"scheme": "nonsense"}, "there is no scheme 'nonsense'"),
+    ({"scheme": ""}, "there is no scheme ''"),
     ({"drafts": 5, "scheme": "kv_ring"}, "attends while it communicates"),
 ]
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from treeattn.collectives.runtime import mpi_communicator
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.errors import RestrictionError
 from treeattn.selection import CATALOG, select
@@ -118,7 +119,7 @@ def test_bits_that_differ_between_ranks_are_told(comm):
 def test_the_sum_adds_as_many_bytes_as_records_have(monkeypatch, comm, dtype, size):
     handed = []
     spy = SimpleNamespace(Allreduce=lambda *arguments: handed.append(arguments))
-    monkeypatch.setattr(steps, "duplicate", lambda _: SimpleNamespace(unwatched=spy, free=tuple))
+    monkeypatch.setattr(mpi_communicator, "duplicate", lambda _: SimpleNamespace(unwatched=spy, free=tuple))
     key = key_of(comm, SUM, dtype=dtype)
     records = np.zeros((2, 8, 3, 18), np.float64 if dtype == "float64" else np.float32)
     steps.library_sum(key, ReductionSpec(comm, None, records))()

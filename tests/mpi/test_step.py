@@ -17,7 +17,8 @@ from mpi4py import MPI
 import treeattn
 from treeattn import TransportError, collectives
 from treeattn.backends.cpu import MergeOperator
-from treeattn.collectives.executors import compiled, mpi_messages, slots
+from treeattn.collectives.executors import compiled, slots
+from treeattn.collectives.runtime import mpi_communicator
 from treeattn.collectives.runtime.communicator import Process
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.mpi import communicators
@@ -98,7 +99,7 @@ def warned(comm, match):
 
 
 def test_this_library_is_known():
-    assert mpi_messages.problem() is None
+    assert mpi_communicator.problem() is None
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from mpi4py import MPI
 
 from treeattn.attention.shape import DTYPES, Shape
 from treeattn.backends import cpu
-from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec, duplicate
+from treeattn.collectives.runtime.mpi_communicator import duplicate
+from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.errors import StateError
 from treeattn.partial import Array
 

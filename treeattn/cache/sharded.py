@@ -18,7 +18,7 @@ from treeattn.attention.shard import CacheFormat, Shard
 from treeattn.cache.placement import Plan, Reach, Write, ordered, whole_numbers
 from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.runtime.memory import HOST
-from treeattn.collectives.runtime.owner import Owner
+from treeattn.collectives.runtime.reducer import Owner
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement

@@ -8,7 +8,7 @@ from treeattn.cache_nodes.meeting import meet
 from treeattn.cache_nodes.message import Call, Message, encode
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
-from treeattn.collectives.runtime.owner import Owner
+from treeattn.collectives.runtime.reducer import Owner
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ANOTHER_PROCESS, StateError
 from treeattn.mpi import job, library

@@ -82,7 +82,7 @@ def command(
     world = options.world()
     if scheme is not None and decode != "tree":
         raise ArgumentError(f"--scheme {scheme:.40} is of --decode tree: a ring has none")
-    chosen: str | Schedule | None = scheme or ("head_scatter" if weights == "sharded" else None)
+    chosen: str | Schedule | None = "head_scatter" if weights == "sharded" and scheme is None else scheme
     if scheme is not None and is_file(scheme):
         (chosen,) = given(world, scheme)
     output.open(world=world)

@@ -8,7 +8,7 @@ from typing import Any
 from treeattn.attention import arrays
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime.cuda_graph import CudaGraph
-from treeattn.collectives.runtime.owner import Owner
+from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder.plan import Plan
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, StateError, TransportError
 from treeattn.mpi.agreement import collectively

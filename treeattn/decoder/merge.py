@@ -25,7 +25,7 @@ from treeattn.collectives.catalog import Selection
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.runtime.memory import StreamOrder
-from treeattn.collectives.runtime.owner import Owner
+from treeattn.collectives.runtime.reducer import Owner
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import folding, plan_reducer
 from treeattn.decoder.request import Reduction

@@ -15,8 +15,7 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import BlockTable, check_lengths
 from treeattn.attention.shard import Positions, Shard
 from treeattn.collectives.runtime.memory import StreamOrder
-from treeattn.collectives.runtime.owner import Owner
-from treeattn.collectives.runtime.reducer import Sent
+from treeattn.collectives.runtime.reducer import Owner, Sent
 from treeattn.decoder import captured_step
 from treeattn.decoder.captured_step import CapturedStep
 from treeattn.decoder.plan import Plan

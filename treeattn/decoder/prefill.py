@@ -22,7 +22,7 @@ from treeattn.attention.shard import read_positions
 from treeattn.backends.device import Device, find
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Given
-from treeattn.collectives.runtime.owner import Owner
+from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder.mask_plan import DeclaredPositions, agreed_runs, check_blocks
 from treeattn.decoder.plan import sinks
 from treeattn.decoder.request import refuse

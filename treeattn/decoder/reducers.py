@@ -146,9 +146,9 @@ def _not_callable(library: str) -> str | None:
     """Why compiled code cannot call this library on this rank; None where it can, or calls Python."""
     if library != "mpi":
         return None
-    from treeattn.collectives.executors import mpi_messages
+    from treeattn.collectives.runtime import mpi_communicator
 
-    return mpi_messages.problem()
+    return mpi_communicator.problem()
 
 
 def _compiled(executor: str | None, library: str, schedule: Schedule, reduction: ReductionSpec) -> Reducer:

@@ -106,7 +106,7 @@ class ShardedKV(Cache):
                 for config, kind, given in zip(configs, *get_layer_types_and_kwargs(text), strict=True)
             ]
             reduction = Reduction.of(scheme)
-            by_heads = Reduction.of(scheme or Reduction("head_scatter", output="heads"))
+            by_heads = reduction if scheme is not None else Reduction("head_scatter", output="heads")
             agreed.must_match = {
                 "capacity": self.capacity,
                 "scheme": reduction,

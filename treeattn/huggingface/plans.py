@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from treeattn.attention.mask import Rules
 from treeattn.attention.shard import CacheFormat
-from treeattn.collectives.runtime.owner import Owner
+from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder import Decoder, Reduction
 from treeattn.mpi import communicators
 

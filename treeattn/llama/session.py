@@ -89,7 +89,7 @@ class Session:
     ) -> None:
         comm, config, sharded = communicators.intracomm(comm), model.config, model.comm is not None
         with Agreement(comm) as agreed:
-            how = trees = Reduction.of(scheme or ("head_scatter" if sharded else None))
+            how = trees = Reduction.of("head_scatter" if sharded and scheme is None else scheme)
             if sharded and how.scheme is not None and select(how.scheme).row.scattered:
                 how, trees = replace(how, output="heads"), replace(how, scheme=None)
             self.comm, self.model, self.capacity = comm, model, capacity

@@ -7,7 +7,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from treeattn.collectives.runtime.communicator import Communicator, Member, MpiCommunicator, kernel
-from treeattn.errors import ArgumentError, BackendError
+from treeattn.errors import ANOTHER_PROCESS, ArgumentError, BackendError, StateError
 from treeattn.mpi import forked, launch, library
 
 if TYPE_CHECKING:
@@ -43,10 +43,10 @@ def intracomm(comm: object) -> Communicator:
         if comm is None and distributed.is_initialized():
             comm = distributed.group.WORLD
         if isinstance(comm, distributed.ProcessGroup):
-            forked.check("torch")
+            _check_fork("torch")
             return _of_torch().of(comm)
         if isinstance(comm, _of_torch()):
-            forked.check("torch")
+            _check_fork("torch")
             return comm
     if comm is None:
         return world()
@@ -68,6 +68,14 @@ def mpi_intracomm(comm: object, what: str) -> MpiCommunicator:
     return mpi
 
 
+def _check_fork(library: str) -> None:
+    """Raise `StateError` where this process would communicate by the "mpi" or "torch" of its parent."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    torch = distributed is not None and forked.group() is distributed.group.WORLD
+    if forked.mpi if library == "mpi" else torch:
+        raise StateError(f"what this process communicates by is {ANOTHER_PROCESS}")
+
+
 def _of_torch() -> type[TorchCommunicator]:
     from treeattn.collectives.runtime.torch_communicator import TorchCommunicator
 
@@ -75,7 +83,7 @@ def _of_torch() -> type[TorchCommunicator]:
 
 
 def _watched(comm: Intracomm) -> MpiCommunicator:
-    forked.check("mpi")
+    _check_fork("mpi")
     from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 
     return MpiCommunicator.of(comm)

@@ -12,26 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 # Whether this process has the MPI of the one that forked it, and the default group of torch if it has that.
-_mpi = False
-_group: Callable[[], Any] = tuple
+mpi = False
+group: Callable[[], Any] = tuple
 
 
 def _remember() -> None:
     """Nothing is imported here, since another thread may have been at an import."""
-    global _mpi, _group
+    global mpi, group
     library, torch = sys.modules.get("mpi4py.MPI"), sys.modules.get("torch.distributed")
-    _mpi = _mpi or bool(getattr(library, "Is_initialized", bool)())
+    mpi = mpi or bool(getattr(library, "Is_initialized", bool)())
     if torch is not None and getattr(torch, "is_initialized", bool)():
-        _group = weakref.ref(torch.group.WORLD)
+        group = weakref.ref(torch.group.WORLD)
 
 
 os.register_at_fork(after_in_child=_remember)
-
-
-def check(library: str) -> None:
-    """Raise `StateError` where this process would communicate by the "mpi" or "torch" of its parent."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    if _mpi if library == "mpi" else distributed is not None and _group() is distributed.group.WORLD:
-        from treeattn.errors import ANOTHER_PROCESS, StateError
-
-        raise StateError(f"what this process communicates by is {ANOTHER_PROCESS}")

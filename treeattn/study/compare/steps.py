@@ -11,7 +11,7 @@ from treeattn.backends import device as devices
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.cuda_graph import CudaGraphReducer
 from treeattn.collectives.runtime.memory import HOST, Memory
-from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec, duplicate
+from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, gpu_reducers
 from treeattn.decoder import plan as routes
@@ -48,10 +48,12 @@ class OneCall(Reducer):
 
 def library_sum(key: Key, reduction: ReductionSpec) -> Reducer:
     """As many bytes as the records have, in elements of their own type. Collective."""
+    from treeattn.collectives.runtime import mpi_communicator  # starts MPI
+
     mine = reduction.buffer.reshape(-1)
     if key.transport == "nccl":
         return _nccl_sum(reduction, mine)
-    comm = duplicate(reduction.comm)
+    comm = mpi_communicator.duplicate(reduction.comm)
     add = _by_way_of_the_host if key.transport == "host" else _where_it_lies
     return OneCall(SUM, add(comm.unwatched, reduction.memory, mine), comm.free)
 
