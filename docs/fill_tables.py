@@ -79,19 +79,18 @@ def _cell(row: Any, key: str) -> str:
 
 
 def compare(words: str) -> str:
-    """Schemes as rows, in the order of the first file's; times and messages in a row of each."""
+    """Schemes as rows, in the order of the first file's; ratios to the sum, and messages in a row."""
     chosen, _, only = words.partition(" | ")
     headings, cells = ["scheme"], {}
     for file in chosen.split():
         rows = summaries(file)
         crossing = len(set(next(iter(rows.values()))["nodes"])) > 1
         where = file.partition(".")[0].partition("_")[2]
-        headings += [f"{where}: µs", "ratio", "95 % interval"]
+        headings += [f"{where}: ratio", "95 % interval"]
         headings += ["in a row"] if crossing else []
         for scheme, row in rows.items():
             known = CATALOG.get(scheme)
             cells.setdefault(scheme, []).extend([
-                _us(row["time_us"]),
                 f"{row['ratio']:.2f}",
                 f"{row['ratio_low']:.2f}\u00a0to\u00a0{row['ratio_high']:.2f}" if row["ratio_low"] else "-",
             ])  # fmt: skip
@@ -134,10 +133,6 @@ def schemes(ranks: str) -> str:
             costs = [str(cost) for cost in (known.determinism, known.rounds, known.messages)]
         rows.append([f"`{scheme.name}`", scheme.summary, *costs])
     return _markdown(["scheme", "what it is", "class", "rounds", "messages"], rows)
-
-
-def _us(value: float) -> str:
-    return f"{value:.1f}" if value < 100 else f"{value:,.0f}"
 
 
 def _markdown(headings: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
