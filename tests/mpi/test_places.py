@@ -9,11 +9,8 @@ import numpy as np
 import pytest
 
 from tests.support.machine import CORES, machine
-from treeattn.collectives.clusters import description
-from treeattn.collectives.clusters.description import as_toml
 from treeattn.mpi import communicators
 from treeattn.mpi.topology import detect
-from treeattn.study import calibration
 
 pytestmark = pytest.mark.mpi
 
@@ -57,18 +54,3 @@ def test_sockets_that_ranks_are_bound_to(comm, on_sockets):
     if comm.size > 2 and len(on_sockets.nodes) == 1:
         halves = tuple(range(0, comm.size, 2)), tuple(range(1, comm.size, 2))
         assert on_sockets.sockets == (halves,)
-
-
-@pytest.mark.slow
-def test_calibrate_measures_sockets_apart(comm, on_sockets, tmp_path, monkeypatch):
-    if comm.size < 3 or len(on_sockets.nodes) > 1:
-        pytest.skip("three ranks of a node share two sockets")
-    monkeypatch.setattr(calibration.topology, "detect", lambda _: on_sockets)
-    found = calibration.calibrate(comm, "made", "mpi", 1.0, lambda _: None)
-    if comm.rank == 0:
-        assert [tier.name for tier in found.cluster.tiers] == ["socket", "node"]
-        assert {one.probe.tier for one in found.residuals} == {"", "socket", "node"}
-        path = tmp_path / "made.toml"
-        path.write_text(as_toml(found.cluster))
-        assert on_sockets.places_on(description.load(path)) == found.places
-    comm.Barrier()
