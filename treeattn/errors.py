@@ -5,13 +5,7 @@ A message says what is wrong, where (scheme, size, round, rank) and what to do a
 
 from __future__ import annotations
 
-import difflib
-import functools
-import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-Call = TypeVar("Call", bound=Callable[..., Any])
+from typing import Any
 
 
 class TreeattnError(Exception):
@@ -76,34 +70,6 @@ class SharingError(TransportError):
 
 #: What belongs to the process that forked this one, in a sentence that says so.
 ANOTHER_PROCESS = "another process's: no communicator outlives a fork, so start workers by spawn instead"
-
-
-#: Words of other libraries -> ours; and arguments of what `rules=` and `k=` take.
-_WORDS = {"softmax_scale": "scale", "sm_scale": "scale", "num_heads": "heads", "num_kv_heads": "kv_heads"}
-_WORDS |= {"attn_mask": "mask", "group": "comm", "cache_seqlens": "lengths", "seq_lens": "lengths"}
-_RULES = {"is_causal": "causal", "window_size": "window", "sliding_window": "window", "softcap": "softcap"}
-_RULES |= {name: name for name in ("causal", "window", "leading", "alibi", "sink_logits")}
-_SHARD = ("positions", "block_table", "k_scale", "v_scale", "v_dim", "draft_positions")
-
-
-def telling_arguments(call: Call) -> Call:
-    """Make a call tell, of a keyword argument that it has not, which one is meant: a `TypeError`."""
-    known = inspect.signature(call).parameters
-
-    @functools.wraps(call)
-    def called(*given: Any, **named: Any) -> Any:
-        for name in named.keys() - known.keys():
-            near = [_WORDS.get(name), *difflib.get_close_matches(name, known, 1)]
-            meant = next((f"{one}=" for one in near if one in known), "")
-            if name in _RULES and "rules" in known:
-                meant = f"rules=treeattn.Rules({_RULES[name]}=..)"
-            elif name in _SHARD and "k" in known:
-                meant = f"treeattn.Shard(k, v, {name}=..) in place of k"
-            hint = f": did you mean {meant}?" if meant else f": take {', '.join(known)}"
-            raise TypeError(f"{call.__qualname__.split('.')[0]} has no argument {name!r:.60}{hint}")
-        return call(*given, **named)
-
-    return called  # type: ignore[return-value]
 
 
 def no_communicator(error: Any) -> BackendError:

@@ -26,8 +26,8 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.mask_plan import DeclaredPositions, MaskPlan
 from treeattn.decoder.plan import LocalPlan, selected
 from treeattn.decoder.planned import MaskArguments, PlannedDecode
-from treeattn.decoder.request import Reduction, Request
-from treeattn.errors import ArgumentError, telling_arguments
+from treeattn.decoder.request import Reduction, Request, telling_arguments
+from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement, collectively
 from treeattn.partial import Array

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape, check_latent
 from treeattn.attention.shard import CacheFormat, read_positions
 from treeattn.backends.device import find
-from treeattn.collectives.runtime.communicator import Communicator, Given
+from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.mask_plan import DeclaredPositions
-from treeattn.decoder.plan import plan, selected
+from treeattn.decoder.plan import LocalPlan, selected
 from treeattn.decoder.planned import PlannedDecode
-from treeattn.decoder.request import Reduction, Request
-from treeattn.errors import ArgumentError, TreeattnError, telling_arguments
+from treeattn.decoder.request import Reduction, Request, telling_arguments
+from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.mpi import communicators
+from treeattn.mpi.agreement import Agreement
 
 
 class Decoder(PlannedDecode):
@@ -82,42 +84,32 @@ class Decoder(PlannedDecode):
         cache: CacheFormat | None = None,
         reproducible: str | None = None,
     ) -> None:
-        held = CacheFormat() if cache is None else cache
-
-        def ask(queries: int) -> Request:
-            if not isinstance(held, CacheFormat):
-                raise ArgumentError(f"cache must be a treeattn.CacheFormat, not {cache!r:.60}")
-            if held.v_dim is not None and held.v_dim <= head_dim:
-                check_latent(held.v_dim, head_dim, scale)
-            how = Reduction.of(scheme)
-            stored = held.dtype, held.k_scale, held.v_scale, held.v_dim or 0, held.page_size
-            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *stored)
-            where = find(device, reproducible, own.size)
-            return Request(
-                shape,
-                how,
-                selected(how, own, where.name),
-                scale,
-                where,
-                rules=Rules.of(rules, heads),
-                reproducible=reproducible,
-                declared=DeclaredPositions(read_positions(held.positions)),
-            )
-
-        own = communicators.intracomm(comm)
-        self._kept: Communicator | None = None
+        comm, held = communicators.intracomm(comm), CacheFormat() if cache is None else cache
+        own, self._kept = comm, None
         if queries != 1:  # what is planned for fewer shares this
-            self._kept = own.dup()
+            self._kept = comm.dup()
             own = self._kept.lent()
         try:
-            planned = plan(own, lambda: ask(queries))
+            with Agreement(own) as agreed:
+                if not isinstance(held, CacheFormat):
+                    raise ArgumentError(f"cache must be a treeattn.CacheFormat, not {cache!r:.60}")
+                latent = held.v_dim is not None and held.v_dim <= head_dim
+                if latent:
+                    check_latent(held.v_dim, head_dim, scale)
+                where, how = find(device, reproducible, own.size), Reduction.of(scheme)
+                stored = held.dtype, held.k_scale, held.v_scale, held.v_dim or 0, held.page_size
+                shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *stored)
+                asked = shape, how, selected(how, own, where.name), scale, where, None, Rules.of(rules, heads)
+                declared = DeclaredPositions(read_positions(held.positions))
+                local = LocalPlan(own, Request(*asked, declared, reproducible))
+                agreed.must_match, agreed.share = local.request.settings, local.share
+            super().__init__(local.complete(agreed.gathered), latent=latent)
         except TreeattnError:
             self._free_communicator()
             raise
-        if own.owner is not communicators.intracomm(comm).owner:
+        if own.owner is not comm.owner:
             own.owner.let_go()  # another thread may use the decoder
-        self._ask, self._fewer = ask, dict[int, PlannedDecode]()
-        super().__init__(planned, latent=held.v_dim is not None and held.v_dim <= head_dim)
+        self._fewer = dict[int, PlannedDecode]()
 
     def _decoder_for_queries(self, q: Any) -> PlannedDecode | None:
         shape: tuple[int, ...] = getattr(q, "shape", ())
@@ -125,8 +117,11 @@ class Decoder(PlannedDecode):
             return None
         queries = int(shape[1])
         if queries not in self._fewer:
-            planned = plan(self.plan.comm, lambda: self._ask(queries))
-            self._fewer[queries] = PlannedDecode(planned, latent=self._latent)
+            with Agreement(self.plan.comm) as agreed:
+                request = replace(self.plan.request, shape=replace(self.shape, queries=queries))
+                local = LocalPlan(self.plan.comm, request)
+                agreed.must_match, agreed.share = request.settings, local.share
+            self._fewer[queries] = PlannedDecode(local.complete(agreed.gathered), latent=self._latent)
             self._fewer[queries].owner = self.owner
         return self._fewer[queries]
 

@@ -9,7 +9,6 @@ package merges it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,8 +27,8 @@ from treeattn.collectives.runtime.memory import StreamOrder
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import folding, plan_reducer
-from treeattn.decoder.request import Reduction
-from treeattn.errors import ArgumentError, telling_arguments
+from treeattn.decoder.request import Reduction, telling_arguments
+from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement, must_match
 from treeattn.partial import Array
@@ -86,18 +85,16 @@ def merge(
         On every rank alike; with `strict` for an lse of +inf or NaN, too.
     """
     comm = communicators.intracomm(comm)
-    step: Pair
-
-    def ask() -> Settings:
-        nonlocal step
+    with Agreement(comm) as agreed:
         where = devices.find(arrays.device_of("out", out) if device is None else device)
         step = where.view("out", out), where.view("lse", lse)
         shape = step[0].shape
         parts = Parts(shape[:-1], shape[-1] if shape else 0, query_dtype(step[0]))
         parts.check(*step, where.lse_dtypes)
-        return Settings(parts, *_folding(scheme, comm, where.name), base, bool(strict), where)
-
-    with _PlannedMerge(comm, ask) as merger:
+        settings = Settings(parts, *_folding(scheme, comm, where.name), base, bool(strict), where)
+        merger = _PlannedMerge(comm, settings)
+        agreed.must_match = settings.compared
+    with merger.complete():
         return arrays.give(merger(*step), out)
 
 
@@ -167,25 +164,25 @@ class Settings:
 
 
 class _PlannedMerge:
-    """Merges of what `ask` returns on every rank alike. Creating it is collective."""
+    """Merges of what every rank asks for alike: its own part of the plan, which `complete` completes."""
 
-    def __init__(self, comm: Communicator, ask: Callable[[], Settings]) -> None:
-        with Agreement(comm) as agreed:
-            settings = ask()
-            watchdog.limit()
-            self._comm, self._device, self._owner = comm, settings.device, Owner("this merger")
-            self.parts, self.scheme, self._strict = settings.parts, settings.scheme.text, settings.strict
-            self._plan_memory(_natural_log(settings.base))
-            agreed.must_match = settings.compared
-        operator = self._device.merge_operator(self.parts.head_dim, self.parts.record_dtype)
-        self._reducer = plan_reducer(
-            comm, self._device, settings.how, settings.scheme, operator, self._records
-        )
-        self.executor, self.fallback = self._reducer.executor, self._reducer.fallback
-        self._given_here = settings.how.output != "root" or self._comm.rank == 0
-        nothing = cast(Pair, (None, None))
-        self._shown = self._results if self._given_here else nothing
+    def __init__(self, comm: Communicator, settings: Settings) -> None:
+        watchdog.limit()
+        self._comm, self._device, self._owner = comm, settings.device, Owner("this merger")
+        self.parts, self.scheme, self._strict = settings.parts, settings.scheme.text, settings.strict
+        self._settings = settings
+        self._plan_memory(_natural_log(settings.base))
+        self._given_here = settings.how.output != "root" or comm.rank == 0
+        self._shown = self._results if self._given_here else cast(Pair, (None, None))
         self.out, self.lse = self._shown
+
+    def complete(self) -> Self:
+        """Plan what reduces the records, once all ranks have agreed. Collective."""
+        device, how, scheme = self._device, self._settings.how, self._settings.scheme
+        operator = device.merge_operator(self.parts.head_dim, self.parts.record_dtype)
+        self._reducer = plan_reducer(self._comm, device, how, scheme, operator, self._records)
+        self.executor, self.fallback = self._reducer.executor, self._reducer.fallback
+        return self
 
     def _plan_memory(self, natural_log: float) -> None:
         """Records, results, and the steps between them; finish sees each part as a sequence of its own."""
@@ -270,13 +267,12 @@ class Merger(_PlannedMerge):
         device: str = "cpu",
     ) -> None:
         comm = communicators.intracomm(comm)
-
-        def ask() -> Settings:
-            parts = Parts(tuple(lse_shape), head_dim, dtype)
-            where = devices.find(device)
-            return Settings(parts, *_folding(scheme, comm, where.name), base, bool(strict), where)
-
-        super().__init__(comm, ask)
+        with Agreement(comm) as agreed:
+            where, parts = devices.find(device), Parts(tuple(lse_shape), head_dim, dtype)
+            settings = Settings(parts, *_folding(scheme, comm, where.name), base, bool(strict), where)
+            super().__init__(comm, settings)
+            agreed.must_match = settings.compared
+        self.complete()
 
 
 def _natural_log(base: object) -> float:

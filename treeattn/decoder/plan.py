@@ -28,7 +28,7 @@ from treeattn.decoder import pipeline, reducers
 from treeattn.decoder.mask_plan import DeclaredPositions, MaskPlan, check_blocks
 from treeattn.decoder.request import Reduction, Request, of_reduction, refuse
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import Agreement, collectively
+from treeattn.mpi.agreement import collectively
 from treeattn.partial import Array
 from treeattn.selection import named, select
 
@@ -137,22 +137,6 @@ class Plan:
         return described(self)
 
 
-#: Plans what reduces the records of a spec. Collective.
-Route = Callable[[ReductionSpec], tuple[Schedule | None, Reducer]]
-
-
-def plan(comm: Communicator, ask: Callable[[], Request], route: Route | None = None) -> Plan:
-    """Collective. Whatever goes wrong in `ask` and on this rank alone is raised by every rank.
-
-    route: plans the reduction in place of what the request's scheme names. Raises `ArgumentError` where ranks
-    ask for different things, and what planning raises.
-    """
-    with Agreement(comm) as agreed:
-        local = LocalPlan(comm, ask())
-        agreed.must_match, agreed.share = local.request.settings, local.share
-    return local.complete(agreed.gathered, route)
-
-
 class LocalPlan:
     """The part of a plan that a rank makes by itself: what it has no memory or kernel for is known before any
     other rank waits. `complete` is the rest, of all ranks."""
@@ -180,8 +164,8 @@ class LocalPlan:
         """What the others are told: why this rank is slow, if it is, and where its tokens stand."""
         return self.request.device.slow_because(), self.request.declared
 
-    def complete(self, gathered: list[Any], route: Route | None = None) -> Plan:
-        """Collective. gathered: what the ranks `share`. route: as of `plan`."""
+    def complete(self, gathered: list[Any]) -> Plan:
+        """Collective. gathered: what the ranks `share`."""
         comm, request, buffers, mask = self.comm, self.request, self._buffers, self._mask
         if comm.rank == 0:
             _warn_without_compiler([slow for slow, _ in gathered])
@@ -191,7 +175,7 @@ class LocalPlan:
             collectively(comm, lambda: check_blocks(mask.runs, comm.size))
         memory = request.device.memory
         spec = ReductionSpec(comm, self._operator, buffers.wire, buffers.group, memory)
-        rounds, transport, reducer = _routed(request, buffers, spec, route)
+        rounds, transport, reducer = self.reduction(spec)
         add_sinks = None
         if comm.rank == 0:
             add_sinks = sinks(request.rules, request.device, buffers.records, self._operator)
@@ -222,6 +206,27 @@ class LocalPlan:
             replan_for_mask=self._attention and (lambda tables: stages(self._attention_by(tables))),
         )
 
+    def reduction(self, spec: ReductionSpec) -> tuple[Schedule | None, str, Any]:
+        """The schedule, over which transport, and what reduces the records: a library or a baseline, an
+        executor of a schedule, or groups of these. Collective."""
+        request, buffers = self.request, self._buffers
+        row, how, comm = request.scheme.row, request.how, spec.comm
+        chosen = reducers.choose(request.device.name, how.transport, row, comm.size, comm.library)
+        rounds = schedule(request.scheme, comm, how.output)
+
+        def reduce(records: Array) -> Reducer:
+            return reducers.plan(chosen, request.scheme, rounds, spec._replace(buffer=records), how.executor)
+
+        if row.fused:
+            reducers.refuse(how.executor, f"{row.name} attends while it communicates")
+            step = request.shape, request.logit_scale, buffers.records
+            return rounds, chosen, row.plan(spec, *step, **request.scheme.parameters)
+        if how.groups == 1:
+            return rounds, chosen, reduce(buffers.wire)
+        given = request.shape, request.logit_scale, buffers.records, request.device
+        groups = pipeline.split(how.groups, *given, reduce)
+        return rounds, chosen, pipeline.Pipeline(groups, request.device.memory)
+
 
 @dataclass(frozen=True, slots=True)
 class _SinksAdded:
@@ -236,32 +241,6 @@ class _SinksAdded:
 
     def refresh(self) -> None:
         self.attention.refresh()
-
-
-def _routed(
-    request: Request, buffers: Buffers, spec: ReductionSpec, route: Route | None
-) -> tuple[Schedule | None, str, Any]:
-    """The schedule, over which transport, and what reduces the records: a library or a baseline, an executor
-    of a schedule, or groups of these."""
-    if route is not None:
-        rounds, reducer = route(spec)
-        return rounds, "mpi", reducer
-    row, how, comm = request.scheme.row, request.how, spec.comm
-    chosen = reducers.choose(request.device.name, how.transport, row, comm.size, comm.library)
-    rounds = schedule(request.scheme, comm, how.output)
-
-    def reduce(records: Array) -> Reducer:
-        return reducers.plan(chosen, request.scheme, rounds, spec._replace(buffer=records), how.executor)
-
-    if row.fused:
-        reducers.refuse(how.executor, f"{row.name} attends while it communicates")
-        step = request.shape, request.logit_scale, buffers.records
-        return rounds, chosen, row.plan(spec, *step, **request.scheme.parameters)
-    if how.groups == 1:
-        return rounds, chosen, reduce(buffers.wire)
-    given = request.shape, request.logit_scale, buffers.records, request.device
-    groups = pipeline.split(how.groups, *given, reduce)
-    return rounds, chosen, pipeline.Pipeline(groups, request.device.memory)
 
 
 def plan_reducer(

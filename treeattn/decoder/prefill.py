@@ -25,8 +25,8 @@ from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder.mask_plan import DeclaredPositions, agreed_runs, check_blocks
 from treeattn.decoder.plan import sinks
-from treeattn.decoder.request import refuse
-from treeattn.errors import ArgumentError, telling_arguments
+from treeattn.decoder.request import refuse, telling_arguments
+from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement
 from treeattn.partial import Array

@@ -27,8 +27,8 @@ from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
 from treeattn.decoder.plan import folding
-from treeattn.decoder.request import Reduction, refuse
-from treeattn.errors import ArgumentError, telling_arguments
+from treeattn.decoder.request import Reduction, refuse, telling_arguments
+from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement
 from treeattn.partial import Array

@@ -14,10 +14,11 @@ from treeattn.collectives.runtime.memory import HOST, Memory
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, gpu_reducers
-from treeattn.decoder import plan as routes
+from treeattn.decoder.plan import LocalPlan
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.request import Reduction, Request
 from treeattn.mpi import library
+from treeattn.mpi.agreement import Agreement
 from treeattn.partial import Array
 from treeattn.selection import select
 from treeattn.study.compare.rows import SUM, Key
@@ -89,6 +90,15 @@ def _nccl_sum(reduction: ReductionSpec, mine: Array) -> Reducer:
     return CudaGraphReducer(SUM, connected, reduction.memory, lambda: connected.all_reduce(mine, "sum"))
 
 
+class _LocalSum(LocalPlan):
+    """A plan whose records a library adds up, whatever its request says."""
+
+    key: Key
+
+    def reduction(self, spec: ReductionSpec) -> tuple[None, str, Reducer]:
+        return None, "mpi", library_sum(self.key, spec)
+
+
 def shape_of(key: Key) -> Shape:
     """The shape of a key's q, k and v. Raises `ArgumentError`."""
     return Shape(key.batch, key.queries, key.heads, key.kv_heads, key.head_dim, key.dtype)
@@ -102,9 +112,8 @@ def plan(comm: MpiCommunicator, key: Key, own: Mapping[str, Schedule]) -> Planne
         output = "heads" if select(scheme).row.scattered else "replicated"
         how = Reduction(scheme, key.transport, output=output)
         return Decoder(comm, **shape_of(key).plain, scheme=how, device=key.device)
-    request = Request(shape_of(key), Reduction("chain"), select("chain"), None, devices.find(key.device))
-
-    def route(reduction: ReductionSpec) -> tuple[None, Reducer]:
-        return None, library_sum(key, reduction)
-
-    return PlannedDecode(routes.plan(comm, lambda: request, route))
+    with Agreement(comm) as agreed:
+        asked = shape_of(key), Reduction("chain"), select("chain"), None, devices.find(key.device)
+        local = _LocalSum(comm, Request(*asked))
+        local.key, agreed.must_match, agreed.share = key, local.request.settings, local.share
+    return PlannedDecode(local.complete(agreed.gathered))
