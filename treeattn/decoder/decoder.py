@@ -9,7 +9,7 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape, check_latent
 from treeattn.attention.shard import CacheFormat, read_positions
 from treeattn.backends.device import find
-from treeattn.collectives.runtime.communicator import Given
+from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.mask_plan import DeclaredPositions
 from treeattn.decoder.plan import LocalPlan, selected
@@ -85,7 +85,8 @@ class Decoder(PlannedDecode):
         reproducible: str | None = None,
     ) -> None:
         comm, held = communicators.intracomm(comm), CacheFormat() if cache is None else cache
-        own, self._kept = comm, None
+        own = comm
+        self._kept: Communicator | None = None
         if queries != 1:  # what is planned for fewer shares this
             self._kept = comm.dup()
             own = self._kept.lent()
