@@ -57,9 +57,10 @@ export PIP_CONFIG_SETTINGS := editable_mode=compat
 
 PYTEST := $(BIN)/python -m pytest -q
 PARTS  := $(BIN)/python tools/parts.py
-# The last line of what the gate leaves out: notes the files with which it passed, unless a variable changed what ran.
+# The last line of what the gate leaves out: notes the files with which it passed, unless a variable changed what ran, or -i
+# passed over what failed.
 BEGIN  := $(shell date +%s)
-noted   = @$(if $(MAKEOVERRIDES),:,$(BIN)/python tools/passed.py --note $@ $(BEGIN))
+noted   = @$(if $(MAKEOVERRIDES)$(findstring i,$(firstword -$(MAKEFLAGS))),:,$(BIN)/python tools/passed.py --note $@ $(BEGIN))
 # A job of $(1) ranks; `timeout` ends one that hangs in a way no test can see.
 job = timeout -k 10 1800 $(MPIEXEC) -n $(1) $(BIN)/python -m mpi4py -m pytest --with-mpi -x -q
 ranks = $(job) tests/mpi

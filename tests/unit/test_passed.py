@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+import subprocess
 import time
 from pathlib import Path
 
@@ -18,6 +19,10 @@ quick slow:
 	@[ $@ = quick ] || sleep 600
 broken:
 	@exit 3
+stubborn:
+	@trap '' TERM; sleep 600
+killed:
+	@kill -KILL $$PPID
 """
 
 
@@ -36,6 +41,8 @@ def passed(tool, tmp_path, monkeypatch):
     (tmp_path / "package/apart/other.py").write_text("1")
     (tmp_path / "package/code.py").write_text("2")
     (tmp_path / "Makefile").write_text(MAKEFILE)
+    for name in tool.CHOOSE:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(tool, "ROOT", tmp_path)
     monkeypatch.setattr(tool, "RECORD", tmp_path / "passed.json")
     parts = ("package", "nowhere", "!package/apart", "!nothing")
@@ -90,6 +97,25 @@ def test_what_is_due_is_made_while_time_is_left(passed, tmp_path, capsys):
     assert passed.passed("broken")
 
 
+def test_what_has_to_be_killed_is_left_too(passed, tmp_path, monkeypatch, capsys):
+    """But for what was killed before its time was over, as where memory is short."""
+    monkeypatch.setattr(passed, "PATIENCE", 1)
+    monkeypatch.setattr(passed, "TARGETS", {"stubborn": ("package",)})
+    assert passed.make_due(2) == 0
+    assert said(capsys) == ["left: stubborn, not done within 1 s"]
+    monkeypatch.setattr(passed, "TARGETS", {"killed": ("package",)})
+    assert passed.make_due(60) == 1
+    assert said(capsys) == ["FAILED: killed"]
+
+
+@pytest.mark.parametrize("name", ["PYTEST_ADDOPTS", "CLUSTER_JOB"])
+def test_nothing_is_noted_of_which_a_part_was_chosen(passed, monkeypatch, name):
+    """Of variables on make's own command line, and with -i, the Makefile does not call the tool."""
+    monkeypatch.setenv(name, "--collect-only")
+    assert f"not noted: {name} may" in passed.note("quick", int(time.time()) + 1)
+    assert not passed.passed("quick")
+
+
 def test_what_takes_longer_than_is_left_is_not_begun(passed, tmp_path, capsys):
     noted(passed, "slow", seconds=1000)
     (tmp_path / "package/code.py").write_text("3")
@@ -104,6 +130,29 @@ def test_what_takes_longer_than_is_left_is_not_begun(passed, tmp_path, capsys):
 
 def said(capsys):
     return [line for line in capsys.readouterr().out.splitlines() if line]
+
+
+def test_targets_depend_on_what_their_tests_share(tool):
+    """Models, launchers and fixtures that are no test of one target."""
+    for target, parts in tool.TARGETS.items():
+        if any(part.startswith("tests/") for part in parts) and target != "test-kernels":
+            names = {str(path.relative_to(ROOT)) for path in tool.files(target)}
+            assert {"tests/conftest.py", "tests/support/tiny_models.py"} <= names, target
+
+
+@pytest.mark.parametrize(
+    ("words", "noted"), [((), True), (("-i",), False), (("-sk",), True), (("SIZES=1",), False)]
+)
+def test_when_the_makefile_notes(tmp_path, words, noted):
+    """Not where a failure is passed over, or a variable may have changed what ran."""
+    rule = next(line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith("noted "))
+    (tmp_path / "Makefile").write_text(f"BIN := bin\n{rule}\nslow:\n\t@true\n\t$(noted)\n")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    asked = subprocess.run(
+        ["make", "-n", *words, "slow"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert asked.returncode == 0
+    assert ("passed.py --note slow" in asked.stdout) == noted
 
 
 def test_every_target_of_the_table_notes_that_it_passed(tool):
