@@ -12,6 +12,7 @@ import sys
 import pytest
 
 from tests.support.drawn import sample
+from tests.support.torchrun import needs_torch
 
 from .launch import ROOT, in_process, mpiexec, treeattn
 
@@ -43,6 +44,30 @@ def test_doctor_tells_it_in_its_table():
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0])
 def test_help_is_given_to_whoever_was_started(command):
     assert "Usage:" in in_process(command.split()[0], "--help", **NO_PLUG_IN).stdout
+
+
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
+@pytest.mark.parametrize("words", ["--version", "decode --help"])
+def test_one_rank_alone_may_ask(words):
+    """It waits for no other, and starts nothing."""
+    alone = '[ "${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" = 1 ] || "$@"'
+    asks = ("sh", "-c", alone, "sh", sys.executable, "-m", "treeattn", *words.split())
+    done = subprocess.run(
+        [mpiexec(), "-n", "2", *asks], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) >= 1
+
+
+@needs_torch
+def test_ranks_of_torchrun_that_find_no_others():
+    """One sentence of whoever cannot make the group, and no traceback."""
+    left_over = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "none", "MASTER_ADDR": ""}
+    assert treeattn("--version", **left_over).stdout.startswith("treeattn, version")
+    (line,) = treeattn("decode", CACHE, **left_over, code=1).stderr.splitlines()
+    assert line.startswith("treeattn: rank 0: the 2 ranks of torchrun make no process group: ")
+    assert "MASTER_ADDR" in line
 
 
 def test_only_the_first_speaks():

@@ -90,7 +90,8 @@ class _Commands(click.Group):
             formatter.write_dl(list(_COMMANDS.items()))
 
 
-_SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "show_default": True}
+_HELP = ["-h", "--help"]
+_SETTINGS: dict[str, Any] = {"help_option_names": _HELP, "show_default": True}
 
 
 @click.group(cls=_Commands, context_settings=_SETTINGS)
@@ -99,7 +100,7 @@ _SETTINGS: dict[str, Any] = {"help_option_names": ["-h", "--help"], "show_defaul
 def commands(context: click.Context) -> None:
     """Exact attention decode over a KV cache sharded across MPI ranks."""
     asked = {context.invoked_subcommand, *context.obj}
-    if launch.launched_as()[1] > 1 and asked.isdisjoint({"doctor", *_SETTINGS["help_option_names"]}):
+    if launch.launched_as()[1] > 1 and asked.isdisjoint({"doctor", *_HELP}):
         communicators.intracomm(None)  # where ranks do not find each other, each would answer as one alone
 
 
@@ -107,7 +108,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Run one command and exit the process."""
     if "_TREEATTN_COMPLETE" in os.environ:  # a shell asks, which takes bytes: nothing of ours is started
         commands.main(prog_name="treeattn")
+    words = sys.argv[1:] if arguments is None else arguments
     rank, size = launch.launched_as()
+    if not {*_HELP, "--version"}.isdisjoint(words):
+        size = 1  # who only asks that waits for no other rank
     warnings.showwarning = _show_warning  # type: ignore[assignment]
     screen, output = sys.stdout, StandardOutput.of_rank(rank)
     sys.stdout = output
@@ -119,7 +123,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     try:
         if size > 1:
             job.start()  # first, so that a rank that fails alone can end the job
-        code = _run(arguments)
+        code = _run(words)
         job.finalize(code)
     except (click.ClickException, TreeattnError, OSError) as error:
         code = _failed(error)
@@ -164,7 +168,6 @@ def _show_warning(message: Warning | str, *_: Any) -> None:
     print(f"treeattn: warning: {message}", file=sys.stderr)
 
 
-def _run(arguments: list[str] | None) -> int:
-    words = sys.argv[1:] if arguments is None else arguments
+def _run(words: list[str]) -> int:
     result: Any = commands.main(args=words, prog_name="treeattn", standalone_mode=False, obj=words)
     return result if isinstance(result, int) else 0

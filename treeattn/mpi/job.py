@@ -68,7 +68,10 @@ def _start_group(size: int) -> None:
             f"{sys.executable}, or start the job with mpiexec"
         ) from error
     with watchdog.Guarded("the start of the process group"):
-        dist.init_process_group("gloo")
+        try:
+            dist.init_process_group("gloo")
+        except (ValueError, RuntimeError) as error:
+            raise BackendError(f"the {size} ranks of torchrun make no process group: {error}") from error
     _grouped = True
     watchdog.at_the_end(dist.destroy_process_group)
 
@@ -128,6 +131,8 @@ def finalize(code: int, reason: str = "", patience: float | None = None) -> bool
     """
     rank, size = _place()
     if size > 1 and not (_grouped or library.started()):
+        if not _command:
+            return rank == 0  # it has not started with the others, and waits for none
         watchdog.speak(reason, code)
     if size == 1:
         return launch.launched_as()[0] == 0
