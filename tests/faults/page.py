@@ -37,13 +37,13 @@ def _lines(rows: dict) -> Iterator[str]:
     yield f"Started by {' or '.join(table.LAUNCHERS[:2])}, at a drawn moment of"
     yield f"{', '.join(f'`{name}`' for name in table.TOGETHER)}:"
     yield ""
-    yield "| fault | standard error | exit code | gone after | what is kept |"
+    yield "| fault | standard error | exit code | gone after | kept |"
     yield "| --- | --- | --- | --- | --- |"
     for fault in table.FAULTS:
         codes = ", ".join(map(str, fault.codes))
         yield f"| {fault.name} | {fault.shown} | {codes} | {_after(rows, fault.name)} | {fault.kept} |"
     yield ""
-    yield "0 where the rank had nothing left to do; 2, 9 and 15 are the launchers' codes too. SIGHUP ends a"
+    yield "2, 9 and 15 are the launchers' codes too; 0 where the rank had finished. SIGHUP ends a"
     yield "command as SIGTERM does, with 129. Where a signal reaches Open MPI's launcher too, that ends with"
     yield "1 and lets no line through. A rank that fails before MPI starts ends the others likewise, or"
     yield "at the limit with 124; MPICH's launcher does not notice one that ends before the command begins."
