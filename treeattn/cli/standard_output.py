@@ -39,6 +39,8 @@ class StandardOutput(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Show it, unless that has failed before."""
+        if not isinstance(text, str):  # by which click asks whether bytes are written here
+            raise TypeError(f"text is written here, not {type(text).__name__}")
         if self._problem is None and text:
             try:
                 if self._screen is None:
