@@ -1,0 +1,15 @@
+"""What commands write on."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from treeattn.cli.standard_output import StandardOutput
+
+
+def test_bytes_are_refused_even_none():
+    """By which click tells text from bytes: it would write bytes of all that follows."""
+    with pytest.raises(TypeError, match="text is written here, not bytes"):
+        StandardOutput(sys.stdout).write(b"")
