@@ -81,11 +81,10 @@ def _lines(rows: dict) -> Iterator[str]:
     yield ""
     yield "The time is that of the longest test, from its start."
     yield ""
-    yield "| fault | result | over after | test |"
-    yield "| --- | --- | --- | --- |"
+    yield "| fault | result | over after |"
+    yield "| --- | --- | --- |"
     for row in table.ELSEWHERE:
-        done = f"`tests/{row.test.split('::')[0]}`"
-        yield f"| {row.name} | {row.shown} | {_after(rows, row.name)} | {done} |"
+        yield f"| {row.name} | {row.shown} | {_after(rows, row.name)} |"
 
 
 def _after(rows: dict, name: str) -> str:
