@@ -252,7 +252,7 @@ def test_a_rank_that_gave_up_is_not_waited_for() -> None:
         node.run(list(partials[:1]), ranks=[1])
         assert node.late[1] == (2, 1)
         (launch,) = node.pulls[0]._launches
-        launch.args[2][0]["limit"] = 1 << 62  # rank 0 waits for rank 1 alone, and for good
+        launch.args[2][0].base["limit"] = 1 << 62  # rank 0 waits for rank 1 alone, and for good
         node.run(list(partials[:1]), ranks=[0])
         assert node.late[0] == (2, 1)
 
