@@ -68,6 +68,7 @@ def test_a_launchers_terminal_gets_no_colours(monkeypatch):
     made.line("wrong", style="red")
     assert "\x1b[" in shown(made, file=Terminal())
     monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "1")
     assert shown(made, file=Terminal()) == "wrong\n"
 
 
