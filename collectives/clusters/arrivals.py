@@ -1,4 +1,4 @@
-"""When ranks enter a step, in words that `simulate` takes::
+"""When ranks enter a step, in words that `simulate` takes:
 
 together; random:100us (each up to so late), exponential:100us (on average), ascending:100us (rank by
 rank, the last so late), late:100us (one rank, another each time); 0us+0us+20us, the instant of each

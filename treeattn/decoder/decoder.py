@@ -49,9 +49,6 @@ class Decoder(PlannedDecode):
         What was planned and proved; None where no schedule is run.
     transport, executor : str
         How records travel, and what runs the schedule; `fallback`: why nothing faster does.
-    heads : slice
-        The query heads that out and lse cover: all of them unless ``output="heads"``, and none where
-        ``output="root"`` gives this rank nothing.
 
     Raises
     ------

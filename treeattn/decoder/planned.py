@@ -86,7 +86,8 @@ class PlannedDecode:
 
     @property
     def heads(self) -> slice:
-        """The query heads that out and lse cover."""
+        """The query heads that out and lse cover: all of them unless ``output="heads"``, and none where
+        ``output="root"`` gives this rank nothing."""
         return self.plan.buffers.heads if self.plan.buffers.given else slice(0, 0)
 
     def __call__(
