@@ -73,11 +73,12 @@ class Owner:
     costs no call of Python: ``if threading.get_ident() != owner.thread: owner.take()``.
     """
 
-    __slots__ = ("_what", "thread")
+    __slots__ = ("_holder", "_what", "thread")
 
     def __init__(self, what: str) -> None:
         """what: the object, as an error names it."""
         self._what, self.thread = what, 0
+        self._holder = threading.current_thread()  # of `thread`, whose number a later thread may get
 
     def take(self) -> None:
         """From here on it is this thread's. Raises `StateError` where another has it and still runs."""
@@ -85,18 +86,19 @@ class Owner:
         if self.thread != here:
             with _lock:
                 self._check(here)
-                self.thread = here
+                self.thread, self._holder = here, threading.current_thread()
 
     def check(self) -> None:
         """Raise `StateError` where another thread has it and still runs."""
         self._check(threading.get_ident())
 
     def _check(self, here: int) -> None:
-        if self.thread not in (0, here) and self.thread in sys._current_frames():
-            other = {one.ident: one.name for one in threading.enumerate()}.get(self.thread, self.thread)
+        if self.thread in (0, here) or not self._holder.is_alive():
+            return
+        if self.thread in sys._current_frames():  # threads that Python did not start are always alive to it
             raise StateError(
-                f"{self._what} is used by another thread ({other}), which still runs: each thread takes its "
-                "own, and over several ranks a communicator of its own, too"
+                f"{self._what} is used by another thread ({self._holder.name}), which still runs: each "
+                "thread takes its own, and over several ranks a communicator of its own, too"
             )
 
     def let_go(self) -> None:

@@ -109,7 +109,7 @@ def _scheme(path: Path) -> None:
 
 
 def _environment(_: Path) -> list[bytes]:
-    known = dict.fromkeys([*sum(launch._LAUNCHERS, ()), *launch._LOCAL_SIZES, "PMIX_RANK"], "1")
+    known = dict.fromkeys([*sum(launch._LAUNCHERS.values(), ()), *launch._LOCAL_SIZES, "PMIX_RANK"], "1")
     return [json.dumps(known).encode(), json.dumps(dict.fromkeys(known, "4")).encode()]
 
 
@@ -131,10 +131,6 @@ def _launched(path: Path) -> None:
         assert size >= 1
         launch.local_size()
         launch.problem()
-
-
-def _rooflines(_: Path) -> list[bytes]:
-    return [(ROOT / "docs/results/roofline.json").read_bytes(), json.dumps({"kind": "x"}, indent=1).encode()]
 
 
 def _saved(folder: Path) -> list[bytes]:
@@ -201,7 +197,6 @@ INPUTS = {
         mutations.of_text, "x.toml", description.load,
     ),
     "results": Input(_results, mutations.of_json_lines, "x.jsonl", _plotted),
-    "roofline": Input(_rooflines, mutations.of_json, "x.json", _plotted),
     "scheme": Input(_schemes, mutations.of_text, "x", _scheme),
     "launcher": Input(_environment, mutations.of_json, "x", _launched),
     "saved_cache": Input(_saved, mutations.of_json, index.NAME, _load),

@@ -27,7 +27,7 @@ simulate --cluster dgx-h100 --ranks 16 --schemes ring --placement block,cyclic,s
 simulate --cluster leonardo --ranks 8 --arrivals late:20us --executor program
 simulate --cluster dgx-h100 --ranks 8 --tokens 64k --kv-heads 4 --heads 8 --head-dim 64
 simulate --cluster laptop --ranks 2 --placement 0+2 --arrivals 0+1us --schemes chain --format trace --out c
-tune --cluster laptop --ranks 4 --placement cyclic --executor slots --moves 20 --seed 3 --out b.json
+tune --cluster laptop --ranks 4 --placement cyclic --executor slots --out b.json
 plot results.jsonl --figures time,relative --format svg,png --width 3in --baseline kv_ring --out f
 report results.jsonl --title x --baseline kv_ring --out a.html
 decode cache.safetensors --scheme hierarchical:nodes=1 --layout zigzag

@@ -80,7 +80,6 @@ FOUND = [
     ("weights", f'{{"weight_map": {{"lm_head.weight": "{LONG}"}}}}'),
     ("weights", "[" * 100_000),
     ("model", "[" * 100_000),
-    ("roofline", "{\n" + '"a":{' * 100_000),
     ("safetensors", save_tensors({"k": np.zeros(3)}, {"scale": LONG})),
     ("safetensors", _header('{"__metadata__": null}')),
     ("safetensors", _header('{"k": {"dtype": "U8", "shape": [%s0], "data_offsets": [0, 0]}}' % ("1, " * 99))),

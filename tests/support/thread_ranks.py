@@ -10,7 +10,7 @@ from unittest import mock
 
 from treeattn.collectives.executors import loopback
 from treeattn.collectives.runtime.communicator import Member, node_groups
-from treeattn.collectives.runtime.reducer import Reducer
+from treeattn.collectives.runtime.reducer import Owner, Reducer
 from treeattn.decoder import reducers
 from treeattn.mpi import communicators
 
@@ -64,6 +64,7 @@ class ThreadRank:
         self._job, self.rank, self.size, self._round = job, rank, job.size, 0
         self.members = tuple(Member.here(rank, rank // 2 * 2) for rank in range(job.size))
         self.nodes = node_groups(self.members)
+        self.owner = Owner("the communicator of a thread")
 
     def allgather(self, mine):
         self._round += 1

@@ -212,7 +212,7 @@ def read(*paths: str | Path) -> list[Row]:
         for number, line in enumerate(lines, 1):
             try:
                 row = _ROW.decode(line)
-            except (msgspec.DecodeError, RecursionError) as error:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise ArgumentError(
                     f"{path}:{number}: not a row of treeattn compare ({error}); take the line out, or name "
                     "another file"
