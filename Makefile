@@ -20,7 +20,6 @@
 #   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
 #   hf-demo       the same model by transformers over cache nodes (minutes)
 #   faults        every row of docs/faults.md, done for real and measured (half an hour)
-#   mutants       500 small faults in what is trusted most, each tried on the tests that reach it (goes on if cut off)
 #   soak          a million steps of every executor, 10,000 openings: no growth; SOAK=100000: fewer, SOAK_RANKS=64 (minutes)
 #   wheel-test    installs the package from a wheel, an sdist and clones, away from the checkout
 #   release-check the wheel and the sdist of this commit as they would be published; tests out of the sdist
@@ -69,7 +68,7 @@ torchrun = OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo timeout -k 10 1800 $(BIN)/tor
 	-m pytest -p no:pytest_mpi -x -q tests/huggingface
 
 .PHONY: help demo test test-quick test-deep test-models test-kernels test-changed-kernels test-changed test-mpi test-openmpi test-abi test-cluster
-.PHONY: gpu slurm-test faults mutants soak test-bits bits-model fuzz fuzz-kernels fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
+.PHONY: gpu slurm-test faults soak test-bits bits-model fuzz fuzz-kernels fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
 .PHONY: docs venv links amd-compiler clean
 
 help:
@@ -186,16 +185,6 @@ gpu: .venv/.tests
 faults: .venv/.tests .venv/.torch .venv-openmpi/.tests
 	$(BIN)/python -m tests.faults
 	$(noted)
-
-# What is trusted most: checker, reducer, operator, positions and visibility, accept rules, bins. A run that was cut
-# off goes on, and build/mutants/report.md lists what no test noticed.
-MUTANTS ?= 500
-TRUSTED := collectives/check.py collectives/runtime/reducer.py collectives/runtime/operator.py treeattn/bins.py \
-	$(addprefix treeattn/attention/,positions.py mask.py mask_tables.py) treeattn/token_tree/accept.py
-
-mutants: .venv/.tests
-	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),coverage]'
-	$(BIN)/python tools/mutants.py --count $(MUTANTS) $(TRUSTED)
 
 # SOAK: steps of each executor; a tenth as many of classes, a hundredth of sessions and openings. UCX, which MPICH's
 # wheel has, keeps 152 bytes of every munmap unless it is told not to watch them.

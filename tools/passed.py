@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -39,7 +40,7 @@ TARGETS = {
 }
 CHOOSE = ("CLUSTER_JOB", "PYTEST_ADDOPTS")  # variables of the environment that say what a target does
 PATIENCE = 60  # seconds that a target has for its end
-AS_ROOT = ("slurm-test", "test-cluster", "cluster-demo")  # others skip what they test, or fail
+AS_ROOT = ("slurm-test", "test-cluster", "cluster-demo")  # without it they skip what they test, or fail
 
 
 def files(target: str) -> Iterator[Path]:
@@ -70,10 +71,17 @@ def passed(target: str) -> bool:
     return record().get(target, {}).get("hash") == digest(target)
 
 
+def lacks(target: str) -> str:
+    """What this machine lacks to make TARGET whole, in words; empty where nothing."""
+    if target not in AS_ROOT:
+        return ""
+    return "root" if os.geteuid() else "" if shutil.which("iptables") else "iptables"
+
+
 def note(target: str, begin: int) -> str:
     """Write the record; what came of it, in a sentence."""
-    if target in AS_ROOT and os.geteuid():
-        return f"{target} is not noted: without root it skips what it tests"
+    if lack := lacks(target):
+        return f"{target} is not noted: without {lack} it skips what it tests"
     if chosen := [name for name in CHOOSE if os.environ.get(name)]:
         return f"{target} is not noted: {', '.join(chosen)} may have left out what it tests"
     changed = [str(path.relative_to(ROOT)) for path in files(target) if int(path.stat().st_mtime) > begin]
@@ -92,8 +100,8 @@ def make_due(seconds: float) -> int:
     due = [target for target in TARGETS if not passed(target)]
     for target in sorted(due, key=lambda target: took.get(target, math.inf)):
         left = int(begin + seconds - time.monotonic())
-        if target in AS_ROOT and os.geteuid():
-            lines.append(f"left: {target}, which needs root")
+        if lack := lacks(target):
+            lines.append(f"left: {target}, which needs {lack}")
         elif left < max(1, took.get(target, 0)):
             lines.append(f"left: {target}, {max(0, left)} s remain of {seconds:.0f}")
         else:

@@ -134,6 +134,7 @@ def test_two_caches_over_one_communicator(comm, run):
         assert second.found == [wanted[1]] * 2
     else:
         assert [type(one) for one in second.found] == [StateError] * 2
+    caches[1].reset()
     assert text(model, other, caches[1]) == wanted[1]
 
 

@@ -132,6 +132,16 @@ def said(capsys):
     return [line for line in capsys.readouterr().out.splitlines() if line]
 
 
+def test_what_a_machine_lacks_is_named(passed, monkeypatch, capsys):
+    """Links of emulated nodes are delayed by iptables: without it their tests skip, and the demo fails."""
+    monkeypatch.setattr(passed, "TARGETS", {"cluster-demo": ("package",)})
+    monkeypatch.setattr(passed.os, "geteuid", lambda: 0)
+    monkeypatch.setattr(passed.shutil, "which", lambda name: None)
+    assert passed.make_due(60) == 0
+    assert capsys.readouterr().out.strip() == "left: cluster-demo, which needs iptables"
+    assert "without iptables" in passed.note("cluster-demo", 0) and not passed.RECORD.exists()
+
+
 def test_targets_depend_on_what_their_tests_share(tool):
     """Models, launchers and fixtures that are no test of one target."""
     for target, parts in tool.TARGETS.items():
