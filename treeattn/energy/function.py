@@ -6,18 +6,16 @@ Source: Shyam et al., "Tree Attention", arXiv 2408.04093: the energy and its gra
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import operator
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray
-from treeattn.energy.reduction import Averages, Features, Options, Statistic, reduce, tensor
+from treeattn.energy.average import Features, Options, average, tensor
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 
@@ -59,7 +57,7 @@ def value(
     ArgumentError, ScheduleError, RestrictionError, BackendError
         On every rank alike.
     """
-    return arrays.in_kind(reduce(Statistic(), zeta, q, k, v, **options).lse, q)
+    return arrays.in_kind(average("value", _nothing, zeta, q, k, v, **options).lse, q)
 
 
 def gradient(
@@ -73,7 +71,7 @@ def gradient(
 
     Returns an array like q, float32 (float64 for float64 inputs), 0 where there is no key.
     """
-    return arrays.in_kind(reduce(_Values(), zeta, q, k, v, **options).mean, q)
+    return arrays.in_kind(average("gradient", _values, zeta, q, k, v, **options).mean, q)
 
 
 def total(
@@ -84,7 +82,7 @@ def total(
     Arguments and errors as for `value`. Returns [batch], float64: correctly rounded sums of `value`, hence of
     the same bits on every rank.
     """
-    each = reduce(Statistic(), zeta, q, k, v, **options).lse
+    each = average("value", _nothing, zeta, q, k, v, **options).lse
     return arrays.in_kind(np.array([math.fsum(row) for row in each.reshape(len(each), -1).tolist()]), q)
 
 
@@ -106,9 +104,16 @@ def log_likelihood(
     z: like zeta, equal on every rank, of any floating type. Arguments and errors as for `value`. Returns
     [batch, heads, queries] as `value` does.
     """
-    statistic = _Products(zeta, z)
-    energy = reduce(statistic, zeta, q, k, v, **options).lse
-    return arrays.in_kind((statistic.products - energy).astype(energy.dtype), q)
+
+    def products(query: Array, values: Array, lengths: Array) -> Array:
+        """zeta.z of each query head, float64 [batch, heads, queries]."""
+        shape = (*query.shape[:3], values.shape[3])
+        observed = tensor("z", z, shape).astype(np.float64)
+        tilt = np.zeros(shape) if zeta is None else tensor("zeta", zeta, shape).astype(np.float64)
+        return np.asarray(np.einsum("bqhd,bqhd->bhq", tilt, observed))
+
+    averages = average("log_likelihood", _nothing, zeta, q, k, v, products, **options)
+    return arrays.in_kind((averages.summaries[0] - averages.lse).astype(averages.lse.dtype), q)
 
 
 def moments(
@@ -135,91 +140,65 @@ def moments(
 
     One reduction of records of 2 + 2 head_dim elements, and of n (n - 1) / 2 more for a covariance.
     """
-    statistic = _Moments(covariance)
-    averages = reduce(statistic, zeta, q, k, v, **options)
-    return tuple(arrays.in_kind(result, q) for result in statistic.results(averages))
+
+    def summary(query: Array, values: Array, lengths: Array) -> tuple[Array, Array, Array]:
+        return _sums(values, lengths), lengths, _dimensions(covariance, values.shape[3])
+
+    name = f"moments with covariance of {covariance!r}"
+    averages = average(name, _central_products, zeta, q, k, v, summary, **options)
+    centre, chosen, first, second = _centre(averages.summaries)
+    dim, heads = centre.shape[-1], averages.mean.shape[2]
+    apart, squares, products = np.split(averages.mean, [dim, 2 * dim], axis=-1)
+    with np.errstate(all="ignore"):
+        variance = np.maximum(squares - apart * apart, 0)
+        products = products - apart[..., chosen[first]] * apart[..., chosen[second]]
+    there = (averages.lse != -np.inf).transpose(0, 2, 1)[..., None]
+    mean = apart + np.repeat(centre, heads // centre.shape[1], axis=1)[:, None]
+    results = [np.where(there, mean, 0).astype(apart.dtype), variance]
+    if covariance is not False:
+        matrix = np.empty((*variance.shape[:-1], len(chosen), len(chosen)), variance.dtype)
+        matrix[..., first, second] = matrix[..., second, first] = products
+        matrix[..., range(len(chosen)), range(len(chosen))] = variance[..., chosen]
+        results.append(matrix)
+    return tuple(arrays.in_kind(result, q) for result in results)
 
 
-class _Values(Statistic):
-    """The values themselves."""
-
-    name = "gradient"
-
-    def features(self, v_dim: int, shared: Sequence[object]) -> Features:
-        return Features(v_dim, lambda row, values: values)
+def _nothing(summaries: Sequence[Any]) -> Features:
+    """Where the sum of the weights is all that is wanted."""
+    return lambda row, values: values[..., :0]
 
 
-class _Products(Statistic):
-    """Nothing of the values, and beside it zeta.z of each query head, float64 [batch, heads, queries]."""
-
-    name = "log_likelihood"
-
-    def __init__(self, zeta: AnyArray, z: AnyArray) -> None:
-        self._zeta, self._z = zeta, z
-
-    def share(self, q: AnyArray, v: Array, lengths: Array) -> None:
-        z = tensor("z", self._z)
-        given = q if self._zeta is None else tensor("zeta", self._zeta)
-        if given.shape != z.shape:
-            like = "q" if self._zeta is None else "zeta"
-            raise ArgumentError(f"z has shape {list(z.shape)}, expected {list(given.shape)}, as {like} has")
-        wide = np.zeros(z.shape) if self._zeta is None else given.astype(np.float64) * z.astype(np.float64)
-        self.products = wide.sum(axis=-1).transpose(0, 2, 1)
+def _values(summaries: Sequence[Any]) -> Features:
+    return lambda row, values: values
 
 
-class _Moments(Statistic):
-    """Values relative to a centre, their squares, and products of pairs.
+def _central_products(summaries: Sequence[Any]) -> Features:
+    """Values relative to a centre, their squares, and products of pairs of the chosen dimensions.
 
     A variance as E[v v] - E[v] E[v] is lost to rounding where the mean is large, and the combination of
     variances that is not (Chan, Golub, LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing
     Sample Variances", 1979) is no merge of records, which is linear in their numerators. So values are taken
     relative to a centre that all ranks share, after which records are linear and the numbers small: the plain
-    mean of all valid values of a KV head, which the exchange that plans the reduction brings along.
+    mean of all valid values of a KV head, of which the exchange that plans the reduction brings the sums.
     """
+    centre, chosen, first, second = _centre(summaries)
 
-    def __init__(self, covariance: bool | Sequence[int]) -> None:
-        self._covariance, self.name = covariance, f"moments with covariance of {covariance!r}"
+    def of(row: int, values: Array) -> Array:
+        apart = values - centre[row][:, None]
+        products = apart[..., chosen[first]] * apart[..., chosen[second]]
+        return np.concatenate((apart, apart * apart, products), axis=-1)
 
-    def share(self, q: AnyArray, v: Array, lengths: Array) -> tuple[Array, Array]:
-        """Sums of this rank's valid values, [batch, kv_heads, head_dim], and how many there are, [batch]."""
-        self._chosen = _dimensions(self._covariance, v.shape[3])
-        pairs = np.array([*itertools.combinations(range(len(self._chosen)), 2)], int).reshape(-1, 2)
-        self._first, self._second = pairs.T
-        return _sums(v, lengths), lengths
+    return of
 
-    def features(self, v_dim: int, shared: Sequence[tuple[Array, Array]]) -> Features:
-        """2 v_dim numbers, and one for each pair."""
-        self._centre = centre = _mean_of_all(shared)
-        first, second = self._chosen[self._first], self._chosen[self._second]
 
-        def of(row: int, values: Array) -> Array:
-            apart = values - centre[row][:, None]
-            return np.concatenate((apart, apart * apart, apart[..., first] * apart[..., second]), axis=-1)
-
-        return Features(2 * v_dim + len(first), of)
-
-    def results(self, averages: Averages) -> list[Array]:
-        """Moments of the values from averages of the features."""
-        dim, shape = self._centre.shape[-1], averages.shape
-        apart, squares, products = np.split(averages.mean, [dim, 2 * dim], axis=-1)
-        with np.errstate(all="ignore"):
-            variance = np.maximum(squares - apart * apart, 0)
-        centre = np.repeat(self._centre, shape.heads // shape.kv_heads, axis=1)[:, None]
-        seen = (averages.lse != -np.inf).transpose(0, 2, 1)[..., None]
-        mean = np.where(seen, apart + centre, 0).astype(apart.dtype)
-        if self._covariance is False:
-            return [mean, variance]
-        return [mean, variance, self._matrix(apart[..., self._chosen], variance, products)]
-
-    def _matrix(self, apart: Array, variance: Array, products: Array) -> Array:
-        """Covariances [.., n, n] of the chosen dimensions."""
-        count = len(self._chosen)
-        matrix = np.empty((*variance.shape[:-1], count, count), variance.dtype)
-        with np.errstate(all="ignore"):
-            products = products - apart[..., self._first] * apart[..., self._second]
-        matrix[..., self._first, self._second] = matrix[..., self._second, self._first] = products
-        matrix[..., range(count), range(count)] = variance[..., self._chosen]
-        return matrix
+def _centre(summaries: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array, Array]:
+    """The mean of all ranks' values, [batch, kv_heads, head_dim], the same on every rank; the dimensions that
+    have a covariance, and both indices into these of every pair of them."""
+    sums, counts, (chosen, *_) = zip(*summaries, strict=True)
+    with np.errstate(all="ignore"):
+        centre = sum(sums) / np.maximum(sum(counts), 1)[:, None, None]
+    pairs = np.triu_indices(len(chosen), 1)
+    return np.where(np.isfinite(centre), centre, 0), chosen, *pairs
 
 
 def _dimensions(covariance: bool | Sequence[int], v_dim: int) -> Array:
@@ -241,11 +220,3 @@ def _sums(v: Array, lengths: Array) -> Array:
             wide = v[row, begin : min(begin + _TOKENS, length)].astype(np.float64)
             sums[row] += np.where(np.isfinite(wide), wide, 0).sum(axis=0)
     return sums
-
-
-def _mean_of_all(shared: Sequence[tuple[Array, Array]]) -> Array:
-    """The mean of all ranks' values, [batch, kv_heads, head_dim], the same on every rank."""
-    sums, counts = (functools.reduce(np.add, parts) for parts in zip(*shared, strict=True))
-    with np.errstate(all="ignore"):
-        centre = sums / np.maximum(counts, 1)[:, None, None]
-    return np.where(np.isfinite(centre), centre, 0)
