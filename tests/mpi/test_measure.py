@@ -17,14 +17,14 @@ from treeattn.selection import CATALOG, select
 from treeattn.study.compare import steps
 from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.loop import Loop
-from treeattn.study.compare.measure import Bench, Effort
+from treeattn.study.compare.measure import Bench, Budget
 from treeattn.study.compare.rows import SUM, Key
 from treeattn.study.compare.sweep import sweep
 
 pytestmark = pytest.mark.mpi
 
 ON_CPU = [name for name, row in CATALOG.items() if "cpu" in row.devices and name != "kv_ring"]
-EFFORT = Effort(repetitions=2, iterations=3, seconds=1e-3)
+BUDGET = Budget(repetitions=2, iterations=3, seconds=1e-3)
 SECOND = 10**9
 
 
@@ -34,8 +34,8 @@ def key_of(comm, scheme, what="reduce", **changes):
 
 
 def block_of(comm, key):
-    bench = Bench(comm, EFFORT, {})
-    return bench.block(key, bench.problem(key))
+    bench = Bench(comm, BUDGET, {})
+    return bench.block(key, bench.inputs(key))
 
 
 def test_clocks_that_differ_are_brought_together(comm):
@@ -106,11 +106,11 @@ def test_every_scheme(comm, scheme, what):
 
 
 def test_bits_that_differ_between_ranks_are_told(comm):
-    bench, key = Bench(comm, EFFORT, {}), key_of(comm, "chain")
-    problem = bench.problem(key)
-    expected = comm.bcast(problem.expected)
+    bench, key = Bench(comm, BUDGET, {}), key_of(comm, "chain")
+    inputs = bench.inputs(key)
+    expected = comm.bcast(inputs.expected)
     out = expected[0] + 1e-3 * (comm.rank + 1)
-    facts = bench._judged(problem, SimpleNamespace(heads=slice(0, key.heads), out=out, lse=expected[1]))
+    facts = bench._judged(inputs, SimpleNamespace(heads=slice(0, key.heads), out=out, lse=expected[1]))
     if comm.rank == 0:
         assert facts["same_bits"] is (comm.size == 1)
         assert facts["error_out"] == pytest.approx(1e-3)
@@ -134,7 +134,7 @@ def test_the_sum_adds_as_many_bytes_as_records_have(monkeypatch, comm, dtype, si
 def test_a_sweep_goes_on_after_a_scheme_that_fails(comm):
     plan = [key_of(comm, scheme) for scheme in ("ring", "hierarchical:nodes=99")]
     began, points, failures = [], [], []
-    for block, found in sweep(comm, plan, EFFORT):
+    for block, found in sweep(comm, plan, BUDGET):
         if found is None:
             began.append((block.key.scheme, block.repetition))
         elif isinstance(found, RestrictionError):

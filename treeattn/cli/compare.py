@@ -27,7 +27,7 @@ from treeattn.report import Progress, Report
 from treeattn.selection import CATALOG, select
 from treeattn.study import environment, extra
 from treeattn.study.compare import prediction
-from treeattn.study.compare.measure import Effort
+from treeattn.study.compare.measure import Budget
 from treeattn.study.compare.prediction import Predictions
 from treeattn.study.compare.rows import SUM, Job, Key, Row, Writer, run_name, version
 from treeattn.study.compare.steps import shape_of
@@ -97,9 +97,9 @@ def command(
     job = _job(world, where, shared)
     output.open(world=world)
     session = _Session(world, output.out, job, keys, repetitions, predictions, own)
-    effort = Effort(repetitions, seconds=seconds, patience=PATIENCE)
+    budget = Budget(repetitions, seconds=seconds, patience=PATIENCE)
     try:
-        for block, found in sweep(world, keys, effort, session.done, own):
+        for block, found in sweep(world, keys, budget, session.done, own):
             session.take(block, found)
         return broadcast_from_root(world, lambda: session.report(output), "the report of rank 0")
     finally:

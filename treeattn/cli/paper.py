@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import asdict
-from operator import itemgetter
 from typing import Any
 
 import click
+import msgspec
 
 from treeattn.cli import options
 from treeattn.cli.options import Output
@@ -36,23 +35,20 @@ def command(experiments: tuple[str, ...], listing: bool, ranks_free: bool, outpu
             raise ArgumentError("--list only names the experiments: leave out what stands beside it")
         width = max(map(len, EXPERIMENTS))
         for name, experiment in EXPERIMENTS.items():
-            print(f"{name:{width}}  {experiment.title} ({experiment.where})")
+            print(f"{name:{width}}  {experiment.TITLE} ({experiment.WHERE})")
         return
     for name in experiments:
         if name not in EXPERIMENTS:
             raise ArgumentError(f"experiment {name!r} is unknown: choose from {', '.join(EXPERIMENTS)}")
-    chosen = [name for name in EXPERIMENTS if not experiments or name in experiments]
+    chosen = {name: one for name, one in EXPERIMENTS.items() if not experiments or name in experiments}
     world = None if ranks_free else options.world()
     output.open(world=world)
     run = None if world is None else environment.machine(world)
-    measured: dict[str, list[Table]] = {name: [] for name in chosen}
-    for name in chosen:
-        experiment = EXPERIMENTS[name]
-        if world is None:
-            continue
-        if world.rank == 0 and sys.stderr.isatty():
-            click.echo(f"running: {experiment.title}", err=True)
-        measured[name] = experiment.measure(world, **experiment.small or {})
+    measured: dict[str, list[Table]] = {}
+    for name, experiment in chosen.items():
+        if world is not None and world.rank == 0 and sys.stderr.isatty():
+            click.echo(f"running: {experiment.TITLE}", err=True)
+        measured[name] = [] if world is None else experiment.measure(world, **experiment.SMALL)
     if world is None or world.rank == 0:
         output.report(_report(run, measured))
 
@@ -62,32 +58,33 @@ def _report(run: dict[str, Any] | None, measured: dict[str, list[Table]]) -> Rep
     made = Report({"run": run, "experiments": facts})
     for name, here in measured.items():
         experiment = EXPERIMENTS[name]
-        model = experiment.model(**experiment.paper)
-        settings = asdict(experiment)
-        del settings["measure"]
+        model = experiment.model(**experiment.PAPER)
         facts.append({
             "name": name,
-            **settings,
-            "model": list(map(asdict, model)),
-            "measured": list(map(asdict, here)),
+            "title": experiment.TITLE,
+            "where": experiment.WHERE,
+            "paper": msgspec.to_builtins(experiment.PAPER),
+            "small": experiment.SMALL,
+            "model": list(map(_facts, model)),
+            "measured": list(map(_facts, here)),
         })  # fmt: skip
-        made.line(f"\n{name}: {experiment.title}", style="bold")
-        made.line(f"in the paper: {experiment.where}")
+        made.line(f"\n{name}: {experiment.TITLE}", style="bold")
+        made.line(f"in the paper: {experiment.WHERE}")
         for found in (*model, *here):
             made.line(f"\n{found.title}")
             made.table(found.rows, [
-                Column(heading, itemgetter(index), shown, words=index < 2)
-                for index, heading in enumerate(found.headings)
+                Column(heading, form=shown, words=index < 2) for index, heading in enumerate(found.rows[0])
             ])  # fmt: skip
-        if not here and experiment.small is not None:
-            made.line(_why_nothing(run))
+        if run is None:
+            made.line("not run: --ranks-free leaves out what needs ranks")
+        elif not here:
+            made.line(f"not run: this job has {len(run['ranks'])} rank; mpiexec -n 4 treeattn paper runs it")
     made.line(f"\nsimulated: {words(description.load(MACHINE))}")
     made.line("what these numbers assume, and what is not explained: docs/paper.md")
     made.note(run and run["warning"])
     return made
 
 
-def _why_nothing(run: dict[str, Any] | None) -> str:
-    if run is None:
-        return "not run: --ranks-free leaves out what needs ranks"
-    return f"not run: this job has {len(run['ranks'])} rank; mpiexec -n 4 treeattn paper runs it"
+def _facts(table: Table) -> dict[str, Any]:
+    rows = [list(row.values()) for row in table.rows]
+    return {"title": table.title, "headings": list(table.rows[0]), "rows": rows}

@@ -10,7 +10,7 @@ import pytest
 from treeattn.collectives.runtime.reducer import Sent
 from treeattn.errors import ArgumentError
 from treeattn.study.compare import measure, sweep
-from treeattn.study.compare.measure import Effort
+from treeattn.study.compare.measure import Budget
 from treeattn.study.compare.sweep import Block, blocks
 
 CASE = made_results.keys(["ring", "chain", "binary_tree"], [0])
@@ -21,14 +21,14 @@ def bench(monkeypatch):
     """One rank whose blocks take a second each; of "chain" nothing can be planned."""
 
     class Bench:
-        def __init__(self, comm, effort, own):
+        def __init__(self, comm, budget, own):
             pass
 
-        def problem(self, key):
+        def inputs(self, key):
             if key.tokens == 13:
                 raise ArgumentError("no room")
 
-        def block(self, key, problem):
+        def block(self, key, inputs):
             if key.scheme == "chain":
                 raise ArgumentError("not for these ranks")
             return {"took_us": 1e6}
@@ -38,7 +38,7 @@ def bench(monkeypatch):
 
 
 def measured(comm, keys, **changes):
-    found = sweep.sweep(comm, keys, **{"effort": Effort(3), **changes})
+    found = sweep.sweep(comm, keys, **{"budget": Budget(3), **changes})
     return [(block.key.scheme, block.repetition, result) for block, result in found if result is not None]
 
 
@@ -74,8 +74,8 @@ def test_inputs_without_room_are_told_of_every_scheme(bench):
 )
 def test_blocks_have_enough_iterations_where_patience_lasts(slowest, iterations):
     """10 blocks in 0.3 seconds, else of 20 iterations in 5 seconds, else of 3."""
-    assert Effort(10, 200, 0.3, 10.0).count(slowest) == iterations
-    assert Effort(10, 7, 0.3, 10.0).count(slowest) == min(iterations, 7)
+    assert Budget(10, 200, 0.3, 10.0).count(slowest) == iterations
+    assert Budget(10, 7, 0.3, 10.0).count(slowest) == min(iterations, 7)
 
 
 def tiers(messages_intra, bytes_intra, messages_inter=0, bytes_inter=0):

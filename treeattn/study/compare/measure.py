@@ -34,7 +34,7 @@ PARTS = {("decode", "cpu"): ("local", "reduce", "finish")}  # of other keys the 
 
 
 @dataclass(frozen=True, slots=True)
-class Effort:
+class Budget:
     """How much is measured: blocks of a key, at most so many iterations in each, about so many seconds of
     iterations for all blocks of a key; longer for `ENOUGH` in each where half of `patience` suffices, and
     never fewer than 3. No further block of a key that took `patience` seconds in all, planning and cold calls
@@ -58,27 +58,27 @@ class Bench:
     own: schedules of one's own among the schemes, by name.
     """
 
-    def __init__(self, comm: MpiCommunicator, effort: Effort, own: Mapping[str, Schedule]) -> None:
-        self.comm, self.effort, self.own = comm, effort, own
+    def __init__(self, comm: MpiCommunicator, budget: Budget, own: Mapping[str, Schedule]) -> None:
+        self.comm, self.budget, self.own = comm, budget, own
         self.groups = communicators.node_groups(comm)
         placement = environment.placement(comm)
         self.machines = [entry["machine"] for entry in placement]
         self.loop = Loop(comm, Clock(comm), environment.node_load(placement) is not None)
 
-    def problem(self, key: Key) -> problems.Problem:
+    def inputs(self, key: Key) -> problems.Inputs:
         """Inputs for every scheme of the key's case. Raises what `problems.check_room` raises."""
         problems.check_room(self.comm, key, self.machines)
-        make = problems.decode_problem if key.what == "decode" else problems.reduce_problem
+        make = problems.decode_inputs if key.what == "decode" else problems.reduce_inputs
         return make(self.comm, key)
 
-    def block(self, key: Key, problem: problems.Problem) -> dict[str, Any] | None:
+    def block(self, key: Key, inputs: problems.Inputs) -> dict[str, Any] | None:
         """The measured columns of a `Row` on rank 0, None elsewhere. Raises what planning raises."""
         began = time.perf_counter()
         step = steps.plan(self.comm, key, self.own)
         planning = self.loop.agree_on_slowest(time.perf_counter() - began)
-        parts, prepare = _calls(key, problem, step)
+        parts, prepare = _calls(key, inputs, step)
         cold = self.loop.run(parts, prepare, 1)
-        facts = self._facts(key, problem, step)
+        facts = self._facts(key, inputs, step)
         timed = self.loop.run(parts, prepare, self._warm(key, parts, prepare))
         step.close()  # not after an error: that is collective, and a rank may have failed alone
         took = self.loop.agree_on_slowest(time.perf_counter() - began)
@@ -117,9 +117,9 @@ class Bench:
             for part in parts:
                 part()
             spent = min(spent, time.perf_counter() - began)
-        return self.effort.count(self.loop.agree_on_slowest(spent + 2 * self.loop.lead / 1e6))
+        return self.budget.count(self.loop.agree_on_slowest(spent + 2 * self.loop.lead / 1e6))
 
-    def _facts(self, key: Key, problem: problems.Problem, step: PlannedDecode) -> dict[str, Any]:
+    def _facts(self, key: Key, inputs: problems.Inputs, step: PlannedDecode) -> dict[str, Any]:
         """What does not depend on time: the result's error and bits, and what was sent."""
         proved, scheduled = step.certificate, None
         if step.schedule is not None:
@@ -135,17 +135,17 @@ class Bench:
             "depth": proved and proved.depth,
             "as_scheduled": None if scheduled is None else sent == scheduled,
             **(sent or {}),
-            **(self._judged(problem, step) if judged else {}),
+            **(self._judged(inputs, step) if judged else {}),
         }
 
-    def _judged(self, problem: problems.Problem, step: PlannedDecode) -> dict[str, Any]:
-        out, lse = map(problem.device.to_host, (step.out, step.lse))
+    def _judged(self, inputs: problems.Inputs, step: PlannedDecode) -> dict[str, Any]:
+        out, lse = map(inputs.device.to_host, (step.out, step.lse))
         everyone = self.comm.gather((out, lse), root=0)
         if everyone is None:
             return {}
-        assert problem.expected is not None
-        assert problem.bounds is not None
-        replicated = step.heads == slice(0, problem.expected[0].shape[2])
+        assert inputs.expected is not None
+        assert inputs.bounds is not None
+        replicated = step.heads == slice(0, inputs.expected[0].shape[2])
         digests = {_digest(*result) for result in everyone}
         if not replicated:
             out = np.concatenate([heads for heads, _ in everyone], axis=2)
@@ -153,22 +153,22 @@ class Bench:
         return {
             "same_bits": len(digests) == 1 if replicated else None,
             "digest": _digest(out, lse),
-            "error_out": float(np.abs(out - problem.expected[0]).max()),
-            "error_lse": float(np.abs(lse - problem.expected[1]).max()),
-            "bound_out": problem.bounds[0],
-            "bound_lse": problem.bounds[1],
+            "error_out": float(np.abs(out - inputs.expected[0]).max()),
+            "error_lse": float(np.abs(lse - inputs.expected[1]).max()),
+            "bound_out": inputs.bounds[0],
+            "bound_lse": inputs.bounds[1],
         }
 
 
-def _calls(key: Key, problem: problems.Problem, step: PlannedDecode) -> tuple[Any, Callable[[], object]]:
+def _calls(key: Key, inputs: problems.Inputs, step: PlannedDecode) -> tuple[Any, Callable[[], object]]:
     """The timed parts of an iteration, and what precedes them untimed. What a GPU was given to do is waited
     for: the clock does not stop before."""
-    given: Any = problem.q, problem.k, problem.v
-    memory = problem.device.memory
+    given: Any = inputs.q, inputs.k, inputs.v
+    memory = inputs.device.memory
 
     def fresh() -> None:
         """A reduction works in place: not on the results of the last one."""
-        memory.copy(step.records, problem.records)
+        memory.copy(step.records, inputs.records)
         memory.synchronize()
 
     def waited(run: Callable[..., object], *given: Any) -> Callable[[], object]:

@@ -30,7 +30,7 @@ PERIOD = 2048
 _SEED = 0
 
 
-class Problem(NamedTuple):
+class Inputs(NamedTuple):
     """Inputs of this rank, on its device, and on rank 0 what must come out: (out, lse), bounds of "exact"."""
 
     device: Device
@@ -70,7 +70,7 @@ def _input_bytes(comm: MpiCommunicator, key: Key) -> int:
     return records + elements * int(DTYPES[key.dtype].itemsize)
 
 
-def decode_problem(comm: MpiCommunicator, key: Key) -> Problem:
+def decode_inputs(comm: MpiCommunicator, key: Key) -> Inputs:
     """A query, equal on all ranks, and this rank's contiguous shard. Collective."""
     shape = shape_of(key)
     dtype = DTYPES[key.dtype]
@@ -88,7 +88,7 @@ def decode_problem(comm: MpiCommunicator, key: Key) -> Problem:
         return [device.from_host(array) for array in (q, *shards)]
 
     q, k, v = collectively(comm, placed)
-    return Problem(device, q, k, v, None, *_judged(partials, device.rounds_weights(shape)))
+    return Inputs(device, q, k, v, None, *_judged(partials, device.rounds_weights(shape)))
 
 
 def _repeated_partials(q: Array, k: Array, v: Array, tokens: int, scale: float) -> list[reference.Partial]:
@@ -99,7 +99,7 @@ def _repeated_partials(q: Array, k: Array, v: Array, tokens: int, scale: float) 
     return [many, reference.partial(q, k[:, :rest], v[:, :rest], scale=scale)]
 
 
-def reduce_problem(comm: MpiCommunicator, key: Key) -> Problem:
+def reduce_inputs(comm: MpiCommunicator, key: Key) -> Inputs:
     """This rank's random records, as a shard of some hundred tokens might give. Collective."""
     shape = shape_of(key)
     draw = np.random.default_rng([_SEED, comm.rank])
@@ -113,7 +113,7 @@ def reduce_problem(comm: MpiCommunicator, key: Key) -> Problem:
     gathered = comm.gather([mine], root=0)
     device = devices.find(key.device)
     given = collectively(comm, lambda: device.from_host(records))
-    return Problem(device, None, None, None, given, *_judged(gathered))
+    return Inputs(device, None, None, None, given, *_judged(gathered))
 
 
 def _judged(

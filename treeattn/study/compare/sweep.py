@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import TreeattnError
-from treeattn.study.compare.measure import Bench, Effort
+from treeattn.study.compare.measure import Bench, Budget
 from treeattn.study.compare.rows import Key
 
 
@@ -39,7 +39,7 @@ def blocks(case: Sequence[Key], repetitions: int) -> Iterator[Block]:
 def sweep(
     comm: MpiCommunicator,
     keys: Sequence[Key],
-    effort: Effort,
+    budget: Budget,
     done: Mapping[Block, float] | None = None,
     own: Mapping[str, Schedule] | None = None,
 ) -> Iterator[tuple[Block, dict[str, Any] | TreeattnError | None]]:
@@ -51,14 +51,14 @@ def sweep(
     Gives each block with None before it starts, and then, on rank 0, with the columns of its row; and a block
     of each scheme that cannot run, with the error.
     """
-    bench, done = Bench(comm, effort, own or {}), done or {}
+    bench, done = Bench(comm, budget, own or {}), done or {}
     for _, of_case in itertools.groupby(keys, lambda key: key.case):
         case = list(of_case)
-        plan = [block for block in blocks(case, effort.repetitions) if block not in done]
+        plan = [block for block in blocks(case, budget.repetitions) if block not in done]
         if not plan:
             continue
         try:
-            problem = bench.problem(plan[0].key)
+            inputs = bench.inputs(plan[0].key)
         except TreeattnError as error:  # on every rank alike
             yield from ((Block(key, 0), error) for key in case)
             continue
@@ -66,11 +66,11 @@ def sweep(
         for block, took in done.items():
             spent[block.key] += took / 1e6
         for block in plan:
-            if spent[block.key] > effort.patience or spent[block.key] == math.inf:
+            if spent[block.key] > budget.patience or spent[block.key] == math.inf:
                 continue
             yield block, None
             try:
-                found = bench.block(block.key, problem)
+                found = bench.block(block.key, inputs)
             except TreeattnError as error:  # raised by planning, on every rank alike
                 spent[block.key] = math.inf
                 yield block, error

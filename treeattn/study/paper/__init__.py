@@ -1,17 +1,21 @@
 """The paper's experiments: Shyam et al., "Tree Attention", arXiv 2408.04093v4.
 
-Each is one module: a model of the paper's setting, what is measured of a small one. docs/paper.md explains.
+Each is one module. TITLE; WHERE: its place in the paper; model(**PAPER): what the paper's equations and the
+simulator say of its setting, without MPI; measure(comm, **SMALL): what runs for real on a few ranks,
+collective, with tables on rank 0 alone. docs/paper.md explains.
 """
 
 from __future__ import annotations
 
-from treeattn.study.paper import bandwidth, latency, llama, memory, steps, volume
-from treeattn.study.paper.experiment import Cell, Experiment, Table, shown
+from types import ModuleType
 
-__all__ = ["EXPERIMENTS", "Cell", "Experiment", "Table", "shown"]
+from treeattn.study.paper import bandwidth, latency, llama, memory, steps, volume
+from treeattn.study.paper.experiment import Table, shown
+
+__all__ = ["EXPERIMENTS", "Table", "shown"]
 
 #: Name, which is that of its module, -> experiment, in the order of the paper.
-EXPERIMENTS: dict[str, Experiment] = {
-    module.__name__.rpartition(".")[2]: module.EXPERIMENT
+EXPERIMENTS: dict[str, ModuleType] = {
+    module.__name__.rpartition(".")[2]: module
     for module in (steps, bandwidth, latency, memory, volume, llama)
 }

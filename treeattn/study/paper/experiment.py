@@ -1,15 +1,13 @@
-"""What an experiment is, functions from a setting to tables; the harness that one runs: schemes interleaved,
-results checked, everything kept; and where the paper's settings are simulated. What the tables mean stands in
-docs/paper.md."""
+"""What experiments share: tables, where the paper's settings are simulated, and the harness that runs the
+small ones: schemes interleaved, results checked, everything kept."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from treeattn import collectives
 from treeattn.collectives import Schedule
@@ -18,9 +16,9 @@ from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import TreeattnError
 from treeattn.mpi import library
-from treeattn.study.compare import sweep as blocks
-from treeattn.study.compare.measure import Effort
+from treeattn.study.compare.measure import Budget
 from treeattn.study.compare.rows import Key
+from treeattn.study.compare.sweep import sweep
 
 #: The shipped description of the paper's cluster.
 MACHINE = "dgx-h100"
@@ -28,11 +26,19 @@ MACHINE = "dgx-h100"
 #: What stands where the paper has a mark in a figure; no number was read off one.
 IN_THE_FIGURE = "in the figure"
 
-#: A number, words in place of one, or nothing: not measured, or not said.
-Cell = float | str | None
+#: Columns that `Bench.block` gives, of each block of one key.
+Blocks = list[dict[str, Any]]
 
 
-def shown(value: Cell) -> str:
+class Table(NamedTuple):
+    """rows: by heading, which names the unit and says whose number it is, a number, words in place of one, or
+    None: not measured, or not said."""
+
+    title: str
+    rows: list[dict[str, float | str | None]]
+
+
+def shown(value: float | str | None) -> str:
     """A cell as text: whole numbers in full, others to 4 significant digits."""
     if value is None:
         return "-"
@@ -43,63 +49,11 @@ def shown(value: Cell) -> str:
     return f"{value:.2e}" if abs(value) < 1e-3 else f"{value:.4g}"
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """Rows of one cell for each heading; headings name units and say whose number it is."""
-
-    title: str
-    headings: tuple[str, ...]
-    rows: Sequence[tuple[Cell, ...]]
-
-    def __post_init__(self) -> None:
-        for row in self.rows:
-            if len(row) != len(self.headings):
-                raise ValueError(f"{self.title}: {len(row)} cells under {len(self.headings)} headings")
-
-
-@dataclass(frozen=True, slots=True)
-class Experiment:
-    """One experiment of Shyam et al., "Tree Attention", arXiv 2408.04093v4.
-
-    where: its place in the paper. paper: its setting, the arguments of `model`: what the paper's equations
-    say, and the simulator; it needs no MPI. small: one that runs for real on a few ranks, the arguments of
-    `measure` after the communicator; None where nothing runs. measure is collective and returns tables on
-    rank 0, nothing elsewhere.
-    """
-
-    title: str
-    where: str
-    model: Callable[..., list[Table]]
-    paper: dict[str, Any]
-    measure: Callable[..., list[Table]] = lambda comm: []
-    small: dict[str, Any] | None = None
-
-
 def placed(cluster: Cluster, scheme: str, ranks: int) -> tuple[Schedule, placement.Placement]:
     """A schedule for ranks of which neighbours share nodes, and where they sit."""
     places = placement.block(cluster, ranks)
     nodes = placement.node_groups(cluster, places) if collectives.needs_nodes(scheme) else None
     return collectives.build(scheme, ranks, nodes=nodes), places
-
-
-#: Where nothing depends on time.
-COUNTED = Effort(repetitions=1, iterations=3, seconds=0.01)
-
-#: Points of one key: the columns that `Bench.block` gives.
-Points = list[dict[str, Any]]
-
-
-def sweep(
-    keys: Callable[..., list[Key]], tables: Callable[[dict[Key, Points]], list[Table]]
-) -> Callable[..., list[Table]]:
-    """The `measure` of an experiment: of `keys` for the numbers of ranks that the job has, its `tables`."""
-
-    def measure(comm: MpiCommunicator, effort: Effort, ranks: Sequence[int], **setting: Any) -> list[Table]:
-        fitting = [size for size in ranks if size <= comm.size]
-        points = run(comm, keys(fitting, **setting), effort)
-        return tables(points) if points else []
-
-    return measure
 
 
 def decode_key(scheme: str, ranks: int, tokens: int, heads: int, head_dim: int) -> Key:
@@ -119,43 +73,40 @@ def first_ranks(comm: MpiCommunicator, ranks: int) -> Iterator[MpiCommunicator |
     comm.barrier_asleep()
 
 
-def run(comm: MpiCommunicator, keys: Sequence[Key], effort: Effort) -> dict[Key, Points]:
-    """The points of every key in the order of `keys`, on rank 0; nothing elsewhere. Collective.
+def run(comm: MpiCommunicator, keys: Sequence[Key], effort: dict[str, Any]) -> dict[Key, Blocks]:
+    """The blocks of every key in the order of `keys`, on rank 0; nothing elsewhere. Collective.
 
-    keys: those of one number of ranks together, and of one case. Raises on all ranks what a scheme raised,
-    and `TreeattnError` if a result missed its bound: then its time would mean nothing.
+    keys: those of one number of ranks together, and of one case; of more ranks than there are, none is run.
+    effort: of a `Budget`. Raises on all ranks what a scheme raised, and `TreeattnError` if a result missed
+    its bound: then its time would mean nothing.
     """
-    points: dict[Key, Points] = {key: [] for key in keys} if comm.rank == 0 else {}
+    keys = [key for key in keys if key.ranks <= comm.size]
+    blocks: dict[Key, Blocks] = {key: [] for key in keys} if comm.rank == 0 else {}
     problems: list[TreeattnError] = []
     for ranks, of_size in itertools.groupby(keys, lambda key: key.ranks):
         with first_ranks(comm, ranks) as part:
-            for block, found in blocks.sweep(part, list(of_size), effort) if part is not None else ():
+            for block, found in sweep(part, list(of_size), Budget(**effort)) if part is not None else ():
                 if isinstance(found, TreeattnError):
                     problems.append(found)
                 elif found is not None:
-                    points[block.key].append(found)
-    problems = comm.bcast(problems or [problem for key in points for problem in _missed(key, points[key])])
+                    blocks[block.key].append(found)
+    problems = comm.bcast(problems or [problem for key in blocks for problem in _missed(key, blocks[key])])
     if problems:
         raise problems[0]
-    return points
+    return blocks
 
 
-def _missed(key: Key, points: Points) -> list[TreeattnError]:
+def _missed(key: Key, blocks: Blocks) -> list[TreeattnError]:
     wrong = [
-        f"{key.scheme} on {key.ranks} ranks: error {point['error_out']:.1e}, bound {point['bound_out']:.1e}, "
+        f"{key.scheme} on {key.ranks} ranks: error {block['error_out']:.1e}, bound {block['bound_out']:.1e}, "
         "or bits that differ between ranks; what a wrong result costs is not shown"
-        for point in points
-        if not point["error_out"] <= point["bound_out"] or point.get("same_bits") is False  # NaN is wrong too
+        for block in blocks
+        if not block["error_out"] <= block["bound_out"] or block.get("same_bits") is False  # NaN is wrong too
     ]
     return [TreeattnError(text) for text in wrong[:1]]
 
 
-def median(points: Points) -> float:
-    """Milliseconds from the last entry to the last exit: the median over blocks of the median over
+def median(blocks: Blocks, *columns: str) -> float:
+    """Milliseconds: the median over blocks of these columns together, in a block the median over
     iterations."""
-    return float(statistics.median(point["time_us"] for point in points)) / 1000
-
-
-def cold(points: Points) -> float:
-    """Milliseconds of planning and the first call after it, median over blocks."""
-    return statistics.median(float(point["plan_us"]) + float(point["first_us"]) for point in points) / 1000
+    return float(statistics.median(sum(block[name] for name in columns) for block in blocks)) / 1000

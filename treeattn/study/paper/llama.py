@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,11 +23,10 @@ from treeattn.llama.session import Session
 from treeattn.llama.thread_limits import ThreadLimits
 from treeattn.llama.weights import RandomWeights
 from treeattn.study.decode_step import Shape, attention_cost, kv_ring_cost, reduction_cost
-from treeattn.study.paper.experiment import MACHINE, Cell, Experiment, Table, first_ranks, placed
+from treeattn.study.paper.experiment import MACHINE, Table, first_ranks, placed
 
 #: The paper's name of a machine -> its description.
 MACHINES = {"8 H100": MACHINE, "4 MI300X": "mi300x", "2 RTX 4090": "dual-4090"}
-PEAK_SHARE = 0.4  # of a GPU's arithmetic that a prefill reaches: assumed
 DECODED = 9  # of ten tokens the first comes from the prefill
 BYTES = 2
 
@@ -35,9 +35,8 @@ BYTES = 2
 class Series:
     """One machine's rows: tokens -> seconds with the tree and with the ring, as the paper prints them.
 
-    heads: of the query, which the published ring sends keys and values repeated for. parameters: of the
-    model; peak: dense bfloat16 FLOP/s of a GPU on paper. link: what joins two of its GPUs, with GB/s each way
-    and their source.
+    heads: of the query, which the published ring sends keys and values repeated for. link: what joins two of
+    its GPUs, with GB/s each way and their source.
     """
 
     table: int
@@ -47,8 +46,6 @@ class Series:
     layers: int
     heads: int
     head_dim: int
-    parameters: float
-    peak: float
     link: str
     tokens: tuple[int, ...]
     tree: tuple[float, ...]
@@ -58,21 +55,27 @@ class Series:
 LONG = (32_000, 64_000, 128_000, 256_000)
 PUBLISHED = (
     Series(
-        1, "8 H100", "Llama 3.1 8B", 8, 32, 32, 128, 8.03e9, 989e12,
+        1, "8 H100", "Llama 3.1 8B", 8, 32, 32, 128,
         "NVLink 4: 371 to 377 in copies (NVIDIA/nccl#1264)",
         LONG, (0.60, 1.08, 2.68, 2.89), (2.57, 4.42, 6.38, 8.19),
     ),
     Series(
-        1, "4 MI300X", "Llama 3.1 8B", 4, 32, 32, 128, 8.03e9, 1307e12,
+        1, "4 MI300X", "Llama 3.1 8B", 4, 32, 32, 128,
         "one xGMI link: 48 in copies (AMD ROCm blog)",
         LONG, (1.05, 2.36, 6.43, 15.30), (3.57, 7.33, 16.40, 35.12),
     ),
     Series(
-        2, "2 RTX 4090", "Llama 3.2 1B", 2, 16, 32, 64, 1.24e9, 165e12,
+        2, "2 RTX 4090", "Llama 3.2 1B", 2, 16, 32, 64,
         "PCIe 4 x16: 26 on paper",
         (8_000, 16_000, 20_000, 32_000), (0.34, 0.58, 0.74, 1.01), (1.38, 2.77, 3.47, 5.45),
     ),
 )  # fmt: skip
+
+
+TITLE = "Llama models: prefill and ten tokens, ring against tree"
+WHERE = "tables 1 and 2"
+PAPER = {"series": PUBLISHED}
+SMALL = {"tokens": [2048, 8192], "repeats": 10, "ranks": 4}
 
 
 def implied(series: Series) -> tuple[float, float]:
@@ -86,73 +89,56 @@ def implied(series: Series) -> tuple[float, float]:
 
 def model(series: Sequence[Series]) -> list[Table]:
     """The paper's tables, the bandwidth that they imply, and simulated steps."""
-    headings = (
-        "table", "machine", "model", "tokens", "tree, s: paper", "ring, s: paper",
-        "ring / tree: paper",
-    )  # fmt: skip
-    rows: list[tuple[Cell, ...]] = [
-        (one.table, one.machine, one.model, tokens, tree, ring, ring / tree)
+    rows: list[dict[str, Any]] = [
+        {
+            "table": one.table, "machine": one.machine, "model": one.model, "tokens": tokens,
+            "tree, s: paper": tree, "ring, s: paper": ring, "ring / tree: paper": ring / tree,
+        }
         for one in series
         for tokens, tree, ring in zip(one.tokens, one.tree, one.ring, strict=True)
-    ]
-    found = ("GB/s each way: model, from the paper's times", "constant part, s: model", "the link, GB/s")
-    links: list[tuple[Cell, ...]] = [(one.machine, *reversed(implied(one)), one.link) for one in series]
+    ]  # fmt: skip
+    links: list[dict[str, Any]] = []
+    for one in series:
+        constant, bandwidth = implied(one)
+        links.append({
+            "machine": one.machine, "GB/s each way: model, from the paper's times": bandwidth,
+            "constant part, s: model": constant, "the link, GB/s": one.link,
+        })  # fmt: skip
     return [
-        Table("as the paper prints them", headings, rows),
-        Table("ring minus tree as the time of one link", ("machine", *found), links),
-        *simulated(series),
+        Table("as the paper prints them", rows),
+        Table("ring minus tree as the time of one link", links),
+        Table("simulated: what the ring takes longer, prefill left out", simulated(series)),
     ]
 
 
-def simulated(series: Sequence[Series]) -> list[Table]:
+def simulated(series: Sequence[Series]) -> list[dict[str, Any]]:
     """Seconds by which the ring is later than the tree, of nine tokens in all layers, the ring with keys and
-    values repeated for every query head, as published; and prefill and decode apart."""
-    late: list[tuple[Cell, ...]] = []
-    apart: list[tuple[Cell, ...]] = []
+    values repeated for every query head, as published; prefill left out."""
+    rows: list[dict[str, Any]] = []
     for one in series:
         cluster = description.load(MACHINES[one.machine])
         schedule, places = placed(cluster, "hierarchical", one.gpus)
-        assert cluster.memory is not None
-        weights = DECODED * 2 * one.parameters / (1e9 * cluster.memory)  # every GPU reads all of them
         for tokens, tree, ring in zip(one.tokens, one.tree, one.ring, strict=True):
             shape = Shape(tokens, one.heads, one.heads, one.head_dim)
-            attention = attention_cost(cluster, one.gpus, shape)
-            steps = (
-                (attention + reduction_cost(cluster, places, schedule, shape)).time,
-                kv_ring_cost(cluster, places, shape).time,
+            by_tree = attention_cost(cluster, one.gpus, shape) + reduction_cost(
+                cluster, places, schedule, shape
             )
-            by_tree, by_ring = (DECODED * one.layers * step / 1e6 for step in steps)
-            late.append((one.machine, one.model, tokens, ring - tree, by_ring - by_tree))
-            first = _prefill(one, tokens)
-            decoded = (weights + by_tree, weights + by_ring)
-            apart.append(
-                (one.machine, tokens, first, *decoded, *(first + each for each in decoded), tree, ring)
-            )
-    headings = ("machine", "model", "tokens", "ring minus tree, s: paper", "ring minus tree, s: simulated")
-    columns = (
-        "machine", "tokens", "prefill, s: model", "nine tokens by tree, s: simulated",
-        "nine tokens by ring, s: simulated", "all by tree, s", "all by ring, s", "all by tree, s: paper",
-        "all by ring, s: paper",
-    )  # fmt: skip
-    return [
-        Table("simulated: what the ring takes longer, prefill left out", headings, late),
-        Table("simulated: prefill and decode apart", columns, apart),
-    ]
+            late = kv_ring_cost(cluster, places, shape).time - by_tree.time
+            rows.append({
+                "machine": one.machine,
+                "model": one.model,
+                "tokens": tokens,
+                "ring minus tree, s: paper": ring - tree,
+                "ring minus tree, s: simulated": DECODED * one.layers * late / 1e6,
+            })  # fmt: skip
+    return rows
 
 
-def _prefill(one: Series, tokens: int) -> float:
-    """Seconds of the arithmetic alone: every weight and every pair of tokens, dealt out evenly."""
-    linear = 2 * one.parameters * tokens
-    attention = 2 * one.layers * one.heads * one.head_dim * tokens**2  # QK and PV, half of the pairs
-    return (linear + attention) / (one.gpus * PEAK_SHARE * one.peak)
-
-
-SMALL = Config(
+SMALL_MODEL = Config(
     hidden_size=256, intermediate_size=512, layers=2, heads=4, kv_heads=2, head_dim=64, vocab_size=512,
     rms_norm_eps=1e-5, max_position_embeddings=1 << 20, tied=True, attention_bias=False, mlp_bias=False,
     eos=(), rope=Rope("default", 10000.0),
 )  # fmt: skip
-SCHEMES = ("hierarchical", "kv_ring")
 
 
 def measure(comm: MpiCommunicator, tokens: Sequence[int], repeats: int, ranks: int) -> list[Table]:
@@ -160,63 +146,53 @@ def measure(comm: MpiCommunicator, tokens: Sequence[int], repeats: int, ranks: i
     size = min(comm.size, ranks)
     if size == 1:
         return []
-    rows: list[tuple[Cell, ...]] = []
     with first_ranks(comm, size) as part:
         if part is not None:
-            cores, threads = _shared(part)
-            llama = Llama(RandomWeights(SMALL))
+            threads, cores = "as the environment says", None
+            try:
+                cores = ThreadLimits(part)
+                if cores.blas_threads is not None:
+                    threads = f"BLAS threads of a rank: {cores.blas_threads}"
+            except BackendError as error:
+                threads = str(error)
+            llama = Llama(RandomWeights(SMALL_MODEL))
             rows = [_row(part, llama, count, repeats) for count in tokens]
             if cores is not None:
                 cores.restore()
     if comm.rank:
         return []
     title = (
-        f"run here: {size} ranks, {SMALL.layers} layers of {SMALL.heads} heads ({SMALL.kv_heads} KV) x "
-        f"{SMALL.head_dim}, drawn weights; means of {repeats} repeats, +- their standard error; {threads}"
+        f"run here: {size} ranks, {SMALL_MODEL.layers} layers of {SMALL_MODEL.heads} heads "
+        f"({SMALL_MODEL.kv_heads} KV) x {SMALL_MODEL.head_dim}, drawn weights; means of {repeats} repeats, "
+        f"+- their standard error; {threads}"
     )
-    headings = ("tokens", "prefill, s: here", "+- (standard error)", "nine tokens by tree, s: here",
-                "+- (standard error) ", "nine tokens by ring, s: here", "+- (standard error)  ",
-                "ring / tree: here")  # fmt: skip
-    return [Table(title, headings, rows)]
+    return [Table(title, rows)]
 
 
-def _shared(comm: MpiCommunicator) -> tuple[ThreadLimits | None, str]:
-    """Give ranks their share of the cores; what came of it."""
-    try:
-        cores = ThreadLimits(comm)
-    except BackendError as error:
-        return None, str(error)
-    threads = cores.blas_threads
-    return cores, "as the environment says" if threads is None else f"BLAS threads of a rank: {threads}"
-
-
-def _row(comm: MpiCommunicator, llama: Llama, tokens: int, repeats: int) -> tuple[Cell, ...]:
+def _row(comm: MpiCommunicator, llama: Llama, tokens: int, repeats: int) -> dict[str, float | str | None]:
     """Of rank 0's times. Collective."""
-    prompt = np.random.default_rng(tokens).integers(0, SMALL.vocab_size, tokens).tolist()
+    prompt = np.random.default_rng(tokens).integers(0, SMALL_MODEL.vocab_size, tokens).tolist()
     first: list[float] = []
-    later: dict[str, list[float]] = {scheme: [] for scheme in SCHEMES}
+    tree: list[float] = []
+    ring: list[float] = []
     for _ in range(repeats):
-        for scheme in SCHEMES:
+        for scheme, later in (("hierarchical", tree), ("kv_ring", ring)):
             with Session(comm, llama, prompt, capacity=tokens + DECODED + 1, scheme=scheme) as session:
                 made = generate(session, DECODED + 1)
             first.append(made.first_token_s)
-            later[scheme].append(sum(made.step_s))
-    tree, ring = (later[scheme] for scheme in SCHEMES)
-    ratio = statistics.mean(ring) / statistics.mean(tree)
-    return (tokens, *_mean(first), *_mean(tree), *_mean(ring), ratio)
+            later.append(sum(made.step_s))
+    return {
+        "tokens": tokens,
+        "prefill, s: here": statistics.mean(first),
+        "+- (standard error)": _standard_error(first),
+        "nine tokens by tree, s: here": statistics.mean(tree),
+        "+- (standard error) ": _standard_error(tree),
+        "nine tokens by ring, s: here": statistics.mean(ring),
+        "+- (standard error)  ": _standard_error(ring),
+        "ring / tree: here": statistics.mean(ring) / statistics.mean(tree),
+    }
 
 
-def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """With its standard error, of values that are independent."""
-    spread = statistics.stdev(values) if len(values) > 1 else float("nan")
-    return statistics.mean(values), spread / len(values) ** 0.5
-
-
-EXPERIMENT = Experiment(
-    title="Llama models: prefill and ten tokens, ring against tree",
-    where="tables 1 and 2",
-    model=model,
-    measure=measure,
-    paper={"series": PUBLISHED},
-    small={"tokens": (2048, 8192), "repeats": 10, "ranks": 4},
-)
+def _standard_error(values: Sequence[float]) -> float:
+    """Of the mean of independent values."""
+    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")
