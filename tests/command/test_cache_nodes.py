@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -73,11 +72,11 @@ assert np.array_equal(cache.step(0, q, k, k)[0], before)
 """
 
 
-def job(*program, nodes=2, words=(), shell=None, open_mpi=None, **environment):
+def job(*program, nodes=2, shell=None, open_mpi=None, **environment):
     """The program as rank 0, and nodes. open_mpi: the folder of the programs of an environment with that."""
     python = str(open_mpi / "python") if open_mpi else sys.executable
     launcher = [str(open_mpi / "mpiexec"), "--oversubscribe"] if open_mpi else [str(mpiexec())]
-    model, node = [python, *map(str, program)], [python, "-m", "treeattn", "cache-node", *words]
+    model, node = [python, *map(str, program)], [python, "-m", "treeattn", "cache-node"]
     if shell:
         model, node = (["sh", "-c", shell.format(shlex.join(map(str, one)))] for one in (model, node))
     command = [*launcher, "-n", "1", *model, ":", "-n", str(nodes), *node]
@@ -89,7 +88,7 @@ def test_the_program_of_the_page(tmp_path):
     page = (ROOT / "docs/cache-nodes.md").read_text()
     program = tmp_path / "model.py"
     program.write_text(re.search(r"```text\n(import numpy.*?)```", page, re.DOTALL)[1])
-    done = job(program, words=("--memory", "1MB"))
+    done = job(program)
     assert done.returncode == 0, done.stderr
     assert f"`{done.stdout.strip()}`" in page
     assert done.stderr == ""
@@ -202,9 +201,3 @@ def test_on_one_machine_mpi_needs_no_port(open_mpi):
 def test_a_node_by_itself_says_how_it_is_started():
     done = run("-m", "treeattn", "cache-node", code=2)
     assert done.stderr.startswith("treeattn: a cache node is none of rank 0")
-    done = subprocess.run(
-        [sys.executable, "-m", "treeattn", "cache-node", "--memory", "much"],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "'much' is no memory: give a number with its unit" in done.stderr

@@ -33,7 +33,7 @@ def test_the_text_of_transformers_alone(comm, family, way):
             cache_nodes.connect(comm)
         return
     if comm.rank:
-        cache_nodes.serve(comm, memory_bytes=1 << 24)
+        cache_nodes.serve(comm)
         return
     given = {"do_sample": False, "max_new_tokens": 12} | WAYS[way]
     with cache_nodes.connect(comm) as nodes:

@@ -76,7 +76,7 @@ def test_a_model_process(comm, directory):
     if comm.size == 1 or comm.library == "torch":
         pytest.skip("cache nodes are other ranks of mpiexec")
     if comm.rank:
-        cache_nodes.serve(memory_bytes=1 << 28)
+        cache_nodes.serve()
         return
     names = {"DIRECTORY": directory, "ids": prompt()}
     exec(program("cache-nodes.md", "AutoModelForCausalLM"), names)

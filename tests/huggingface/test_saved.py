@@ -46,7 +46,7 @@ def test_the_text_goes_on_in_another_job(comm, tmp_path, family):
     if comm.size == 1 or comm.library == "torch":
         return
     if comm.rank:
-        cache_nodes.serve(comm, memory_bytes=1 << 24)
+        cache_nodes.serve(comm)
         return
     with cache_nodes.connect(comm) as nodes:
         kv = huggingface.ShardedKV(model.config, capacity=64, nodes=nodes)

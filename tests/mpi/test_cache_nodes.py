@@ -27,7 +27,7 @@ def meet(comm, model, **options):
     if comm.size == 1:
         pytest.skip("one rank is a model process without cache nodes")
     if comm.rank:
-        return cache_nodes.serve(comm, memory_bytes=1 << 24)
+        return cache_nodes.serve(comm)
     with cache_nodes.connect(comm, **options) as nodes:
         model(nodes)
     return None
@@ -222,40 +222,20 @@ def test_a_step_is_two_messages_for_each_node(comm, scheme):
         assert 0 < sent_here[1] / sent_here[0] - own < 32
 
 
-def test_without_a_limit_capacity_is_asked_for(comm):
-    if comm.size == 1:
-        pytest.skip("one rank is a model process without cache nodes")
-    if comm.rank:
-        cache_nodes.serve(comm)
-        return
-    with cache_nodes.connect(comm) as nodes:
-        with pytest.raises(ArgumentError, match="capacity is not given: pass it, or say .* --memory 200GB"):
-            nodes.cache(**SHAPE)
-        assert nodes.cache(**SHAPE, capacity=5).capacity == 5
-
-
-def test_capacity_is_what_the_nodes_have_room_for(comm):
-    """And what is beyond it is refused before anything is sent."""
-    token = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
-
+def test_what_does_not_fit_is_refused_before_anything_is_sent(comm):
     def model(nodes):
         unplanned = [
-            ({"capacity": 1_000_000}, r"capacity 1000000: there is room for \d+ tokens of 512 B on"),
             ({"head_dim": 7}, "head_dim 7 is not supported"),
             ({"dtype": "float8_e4m3fn"}, "a cache of float8_e4m3fn needs k_scale: a number"),
-            ({"dtype": np.float32}, "said to cache nodes: <class 'numpy.float32'> is no number"),
+            ({"dtype": "int8"}, "dtype 'int8' is not supported"),
+            ({"capacity": 0}, "capacity must be a positive whole number"),
             ({"layers": 0}, "layers must be a positive whole number"),
             ({"layers": object}, "said to cache nodes: <class 'object'> is no number"),
         ]
         for changes, message in unplanned:
             with pytest.raises(ArgumentError, match=message):
-                nodes.cache(**SHAPE | changes)
-        small = nodes.cache(capacity=np.int64(4), **SHAPE)
-        whole = nodes.cache(batch=2, **SHAPE)
-        left = (1 << 24) - token * -(-4 // nodes.size)
-        assert whole.capacity == left // (2 * token) * nodes.size
-        with pytest.raises(ArgumentError, match="room for 0 tokens"):
-            nodes.cache(batch=2, **SHAPE)
+                nodes.cache(**{"capacity": 4, **SHAPE, **changes})
+        small = nodes.cache(capacity=np.int64(4), **SHAPE | {"dtype": np.float32})
         dense = Dense(1, 0)
         q, k = dense.new(3, HEADS), dense.new(3)
         small.step(1, q, k, k)
@@ -324,8 +304,8 @@ def test_what_is_saved_is_continued_by_any_job(comm):
         one_token_of_all_layers(again, dense, 1, np.array([1, 1]), RULES[0], None)
         with pytest.raises(ArgumentError, match="no saved cache"):
             nodes.load(folder)
-        with pytest.raises(ArgumentError, match="there is room for"):
-            nodes.load(f"{folder}/cache", capacity=10**9)
+        with pytest.raises(ArgumentError, match="capacity must be a positive whole number"):
+            nodes.load(f"{folder}/cache", capacity=0)
         cache.step(0, dense.new(1, HEADS)[[0, 0]], dense.new(1), dense.new(1))
         with pytest.raises(ArgumentError, match="layer 1 holds"):
             cache.save(f"{folder}/cache")

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import errno
-import os
-
 import numpy as np
 import pytest
 
 from treeattn import Decoder, ShardedCache, reference
-from treeattn.cache import saved
-from treeattn.errors import BackendError
 
 PLAN = {"kv_heads": 2, "head_dim": 16, "dtype": "float32"}
 TOKENS = np.random.default_rng(1).standard_normal((3, 2, 1, 23, 2, 16)).astype(np.float32)  # layers, k and v
@@ -41,25 +36,3 @@ def test_other_ranks_in_another_layout_go_on(comm, directory):
             longer = (np.concatenate([array, array[:, :2]], 1) for array in (k, v))
             wanted, _ = reference.attention(q, *longer, scale=0.25)
             np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
-
-
-def test_a_full_disk_of_the_last_rank_is_told_by_all(comm, directory, monkeypatch):
-    cache = ShardedCache(comm, capacity=30, **PLAN)
-    cache.append(*TOKENS[0])
-    cache.save(directory)
-    before = sorted(os.listdir(directory))
-    comm.Barrier()
-    cache.append(*TOKENS[0, :, :, :4])
-
-    def full(handle):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as patch:
-        if comm.rank == comm.size - 1:
-            patch.setattr(saved.os, "fsync", full)
-        with pytest.raises(BackendError, match="No space left on device") as raised:
-            cache.save(directory)
-    assert len(set(comm.allgather(str(raised.value)))) == 1
-    comm.Barrier()
-    assert sorted(os.listdir(directory)) == before
-    assert ShardedCache.load(directory, comm).totals.tolist() == [23]

@@ -162,7 +162,7 @@ def test_a_second_thread_at_cache_nodes(comm, run):
     if comm.size == 1:
         pytest.skip("one rank is a model process without cache nodes")
     if comm.rank:
-        cache_nodes.serve(comm, memory_bytes=1 << 24)
+        cache_nodes.serve(comm)
         return
     (q, k, v), shape = drawn(0, 1), {"layers": 1, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
     with cache_nodes.connect(comm) as nodes:

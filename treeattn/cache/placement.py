@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from treeattn.attention.positions import Runs, as_runs, interleaved
-from treeattn.attention.shape import CACHE_DTYPES, DTYPES, FLOAT8, Shape, bits_of, check_number
-from treeattn.backends import device as devices
+from treeattn.attention.shape import CACHE_DTYPES, Shape, bits_of
 from treeattn.backends.device import Device
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
@@ -28,7 +27,8 @@ T = TypeVar("T")
 class Placement:
     """Which rank holds which positions.
 
-    runs: of every rank. limit: how many positions there are; None where the layout goes on for ever.
+    own: positions of `rank`; runs: of every rank. limit: how many there are; None where the layout goes on
+    for ever.
     """
 
     def __init__(self, layout: Any, capacity: int, rank: int, size: int) -> None:
@@ -43,7 +43,7 @@ class Placement:
                 self.runs = [as_runs(rule.runs(capacity, one, size)) for one in range(size)]
         else:
             self.name, self.runs = "position by position", _by_owner(layout, capacity, size)
-        self.own = self.runs[rank]
+        self.rank, self.own = rank, self.runs[rank]
 
     def owners(self, positions: ArrayLike) -> Array:
         """The ranks of these positions, int64. Raises `ArgumentError` for one that is no rank's."""
@@ -113,29 +113,25 @@ class Reach:
     def append(self, given: int, counts: ArrayLike | None, own: bool = False) -> Step:
         """The next `counts` [batch] tokens of each sequence, None for as many as are given; `given`: tokens
         of the arrays they come in, which are this rank's alone where `own`. Raises `ArgumentError`."""
-        if counts is None and not own and self._question == given:
-            return cast(Step, self._answer)
-        asked = None if counts is None and not own else whole_numbers("counts", counts)
-        question = given if asked is None else (given, own, asked.shape, asked.tobytes())
-        return self._once(question, lambda: self._append(given, asked, own))
+        numbers = None if counts is None and not own else whole_numbers("counts", counts)
+        return self._once(self._append, numbers, given, own)
 
     def rollback(self, totals: ArrayLike) -> Reach:
         """Back to `totals` [batch]. Raises `ArgumentError` for more than there are."""
-        totals = whole_numbers("totals", totals)
-        return self._once(("rollback", totals.shape, totals.tobytes()), lambda: self._rollback(totals))
+        return self._once(self._rollback, whole_numbers("totals", totals))
 
     def select(self, rows: ArrayLike) -> tuple[Reach, list[int]]:
         """The sequences `rows`, as a list too. Raises `ArgumentError` for one that is not there."""
-        rows = whole_numbers("rows", rows)
-        return self._once(("rows", rows.shape, rows.tobytes()), lambda: self._select(rows))
+        return self._once(self._select, whole_numbers("rows", rows))
 
-    def _once(self, question: object, find: Callable[[], T]) -> T:
+    def _once(self, find: Callable[..., T], numbers: Array | None, *more: object) -> T:
+        question = find.__name__, more, None if numbers is None else (numbers.shape, numbers.tobytes())
         if question != self._question:
-            self._answer = find()
+            self._answer = find(numbers, *more)
             self._question = question
         return cast(T, self._answer)
 
-    def _append(self, given: int, counts: Array | None, own: bool) -> Step:
+    def _append(self, counts: Array | None, given: int, own: bool) -> Step:
         batch, limit = len(self.totals), self.placement.limit
         counts = np.full(batch, given, np.int64) if counts is None else counts
         most = given if not own else None
@@ -186,51 +182,20 @@ class Reach:
 
 class Plan(NamedTuple):
     """shape: of the cache, as of a `Decoder` over it. latent: whether the first channels of k are the values.
-    elements: of its arrays. drafts: slots beside each shard. rank: whose part this is."""
+    drafts: slots beside each shard."""
 
     shape: Shape
     latent: bool
-    elements: np.dtype[Any]
     drafts: int
     placement: Placement
-    rank: int
     device: Device
 
-    @classmethod
-    def of(
-        cls,
-        held: dict[str, Any],
-        latent: bool,
-        *,
-        capacity: Any,
-        layout: Any,
-        drafts: Any,
-        device: str,
-        rank: int,
-        size: int,
-    ) -> Plan:
-        """held: batch, kv_heads, head_dim, dtype, v_dim and scales as a `ShardedCache` takes them. Raises
-        `ArgumentError`."""
-        dtype, head_dim = held["dtype"], held["head_dim"]
-        queries = "float32" if dtype in FLOAT8 else dtype
-        shape = Shape(
-            held["batch"], 1, held["kv_heads"], held["kv_heads"], head_dim, queries,
-            dtype if dtype not in DTYPES else None, held["k_scale"], held["v_scale"], held["v_dim"] or 0,
-        )  # fmt: skip
-        check_number("capacity", capacity)
-        check_number("drafts", drafts, 0)
-        if latent and shape.v_dim > head_dim:
-            raise ArgumentError(
-                f"v_dim {shape.v_dim} of a latent cache must be a number of k's {head_dim} channels"
-            )
-        bits = bits_of(dtype) if device != "cpu" else None
-        elements = np.dtype(bits) if bits else CACHE_DTYPES[dtype]
-        placement = Placement(layout, int(capacity), rank, size)
-        return cls(shape, bool(latent), elements, int(drafts), placement, rank, devices.find(device))
-
-    def empty_reach(self) -> Reach:
-        """Of layers without tokens."""
-        return Reach(self.placement, np.zeros(self.shape.batch, np.int64))
+    @property
+    def elements(self) -> np.dtype[Any]:
+        """Of the arrays; a device without the type holds its bits."""
+        dtype = str(self.shape.kv_dtype)
+        bits = None if self.device.name == "cpu" else bits_of(dtype)
+        return np.dtype(bits) if bits else CACHE_DTYPES[dtype]
 
     @property
     def names(self) -> tuple[str, ...]:

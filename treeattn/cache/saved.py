@@ -64,7 +64,6 @@ def _written(comm: Communicator, layers: Sequence[CacheLayer], own: Path, about:
                     f"{reach.totals.tolist()}: a cache is saved when all layers have come as far"
                 )
         agreed.must_match = {"the tokens": reach.totals.tolist(), "about": as_json(about)}
-        _make(own.parent)
         try:
             _write(own, plan, layers, reach)
         except OSError as error:
@@ -119,23 +118,15 @@ def _publish(directory: Path, index: Index) -> None:
             raise ArgumentError(
                 f"{directory / part.file}: not there for rank 0: name a directory that all ranks share"
             )
-    temporary = directory / f"{NAME}.part"  # one that was left is written again
-    try:
-        _sync(directory)
-        with temporary.open("wb") as file:
-            file.write(index.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, directory / NAME)
-    except OSError as error:
-        raise BackendError(f"{directory}: the index cannot be written ({error.strerror})") from None
+    _sync(directory)
+    files.output_writer(directory / NAME)(index.encode())
 
 
 def _remove_others(directory: Path, index: Index) -> None:
     """What belongs to the cache before, and what a job that was killed has left."""
     _sync(directory)
     kept = {part.file for part in index.parts}
-    for path in directory.glob("part-*.safetensors"):
+    for path in [*directory.glob("part-*.safetensors"), *directory.glob(f".{NAME}.*.part")]:
         if path.name not in kept:
             with contextlib.suppress(OSError):
                 path.unlink()
@@ -149,14 +140,12 @@ def agree(comm: Communicator, directory: Path) -> Index:
     return index
 
 
-def fill(comm: Communicator, layers: Sequence[CacheLayer], directory: Path, index: Index) -> None:
-    """Read this rank's tokens into empty layers. Collective."""
-    collectively(comm, lambda: read_layers(layers, directory, index))
-
-
 def read_layers(layers: Sequence[CacheLayer], directory: Path, index: Index) -> None:
-    """The same, by one rank. Raises `ArgumentError`, which names a file that is missing, cut off or
-    damaged; nothing is asked of a file without one of its tokens."""
+    """Read this rank's tokens into empty layers.
+
+    Raises `ArgumentError`, which names a file that is missing, cut off or damaged; nothing is asked of a
+    file without one of its tokens.
+    """
     plan, totals = layers[0]._plan, np.array(index.totals, np.int64)
     if plan.placement.limit is not None and totals.max() > plan.placement.limit:
         raise ArgumentError(
@@ -207,18 +196,14 @@ def _sums(rows: Array) -> Array:
     return words @ (np.arange(words.shape[-1], dtype=np.uint64) * _ODD * np.uint64(2) + np.uint64(1))
 
 
-def _make(directory: Path) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise BackendError(f"{directory}: cannot be made ({error.strerror}); name another place") from None
-
-
 @contextlib.contextmanager
 def _claimed(directory: Path) -> Iterator[None]:
     """No other job saves there meanwhile: it would remove what does not belong to its own cache."""
-    _make(directory)
-    handle = os.open(directory, os.O_RDONLY)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        handle = os.open(directory, os.O_RDONLY)
+    except OSError as error:
+        raise BackendError(f"{directory}: cannot be made ({error.strerror}); name another place") from None
     try:
         with contextlib.suppress(OSError):  # where the file system knows no locks, there is none
             try:

@@ -10,18 +10,20 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import ArrayLike
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
 
 from treeattn.attention.positions import Runs
-from treeattn.attention.shape import check_number
+from treeattn.attention.shape import FLOAT8, Shape, check_number, dtype_word
 from treeattn.attention.shard import CacheFormat, Shard
-from treeattn.cache.placement import Plan, Reach, Write, ordered, whole_numbers
+from treeattn.backends import device as devices
+from treeattn.cache.placement import Placement, Plan, Reach, Write, ordered, whole_numbers
 from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import Agreement
+from treeattn.mpi.agreement import Agreement, collectively
 from treeattn.partial import Array
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ class CacheLayer:
     @property
     def rank(self) -> int:
         """Whose part this is."""
-        return self._plan.rank
+        return self._plan.placement.rank
 
     @property
     def size(self) -> int:
@@ -239,7 +241,7 @@ class CacheLayer:
                 else "v is not needed: the values are the first channels of k, pass None"
             )
         given = tuple(map(self._plan.device.view, ("k", "v"), given))
-        tokens, elements = (*given[0].shape, 0, 0)[1], self._plan.elements
+        tokens, elements = (*given[0].shape, 0, 0)[1], self.k.dtype
         for name, array, (batch, heads, width) in zip(("k", "v"), given, self._rows, strict=False):
             if array.shape != (batch, tokens, heads, width):
                 self._refuse(k, v)
@@ -273,7 +275,7 @@ class ShardedCache(CacheLayer):
     capacity : int
         Tokens of the longest sequence, on all ranks together; an interleaved cache grows beyond it, into a
         larger array, without a message.
-    dtype : str
+    dtype : str or dtype
         Of k and v: "bfloat16", "float16", "float32", "float64", "float8_e4m3fn" or "float8_e5m2".
     v_dim : int, optional
         Channels of the values; head_dim unless given.
@@ -312,7 +314,7 @@ class ShardedCache(CacheLayer):
         capacity: int,
         kv_heads: int,
         head_dim: int,
-        dtype: str = "bfloat16",
+        dtype: DTypeLike = "bfloat16",
         v_dim: int | None = None,
         latent: bool = False,
         k_scale: ArrayLike | None = None,
@@ -323,30 +325,34 @@ class ShardedCache(CacheLayer):
         device: str = "cpu",
     ) -> None:
         comm = communicators.intracomm(comm)
-        held = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "dtype": dtype, "v_dim": v_dim}
-        held |= {"k_scale": k_scale, "v_scale": v_scale}
         with Agreement(comm) as agreed:
-            plan = Plan.of(
-                *(held, latent),
-                capacity=capacity,
-                layout=layout,
-                drafts=drafts,
-                device=device,
-                rank=comm.rank,
-                size=comm.size,
-            )
-            check_number("layers", layers)
-            reach = plan.empty_reach()
+            word = dtype_word(dtype)
+            queries = "float32" if word in FLOAT8 else word
+            rows = batch, 1, kv_heads, kv_heads, head_dim
+            shape = Shape(*rows, queries, word, k_scale, v_scale, v_dim or 0)
+            for name, value, least in (
+                ("capacity", capacity, 1),
+                ("layers", layers, 1),
+                ("drafts", drafts, 0),
+            ):
+                check_number(name, value, least)
+            if latent and shape.v_dim > head_dim:
+                raise ArgumentError(
+                    f"v_dim {shape.v_dim} of a latent cache must be a number of k's {head_dim} channels"
+                )
+            placement = Placement(layout, int(capacity), comm.rank, comm.size)
+            plan = Plan(shape, bool(latent), int(drafts), placement, devices.find(device))
+            reach = Reach(placement, np.zeros(batch, np.int64))
             given = plan, int(capacity), reach, Owner("this cache")
             super().__init__(*given)
             self._others = tuple(CacheLayer(*given) for _ in range(1, layers))
             agreed.must_match = {
-                "batch, kv_heads, head_dim, v_dim, dtype or scales": plan.shape,
+                "batch, kv_heads, head_dim, v_dim, dtype or scales": shape,
                 "latent": latent,
                 "capacity": capacity,
                 "layers": layers,
                 "drafts": drafts,
-                "layout": tuple(plan.placement.runs),
+                "layout": tuple(placement.runs),
                 "device": device,
             }
         self._comm = comm
@@ -405,7 +411,7 @@ class ShardedCache(CacheLayer):
             capacity=index.capacity if capacity is None else capacity,
             device=device,
         )
-        saved.fill(comm, cache.layers, Path(directory), index)
+        collectively(comm, lambda: saved.read_layers(cache.layers, Path(directory), index))
         return cache
 
 

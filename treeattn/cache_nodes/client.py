@@ -11,12 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, DTypeLike
 
-from treeattn.attention.shape import check_latent
+from treeattn.attention.shape import check_latent, dtype_word
 from treeattn.attention.shard import CacheFormat
+from treeattn.cache import saved
 from treeattn.cache_nodes.link import Link
-from treeattn.cache_nodes.meeting import agreed_capacity, agreed_index
 from treeattn.cache_nodes.remote_cache import RemoteCache
 from treeattn.cache_nodes.view import Attention, CachePlan
 from treeattn.collectives.runtime.communicator import MpiCommunicator
@@ -92,16 +92,6 @@ class CacheNodes:
         atexit.register(self._exit)
 
     @property
-    def schedule(self) -> Schedule:
-        """The tree."""
-        return self._link.tree.schedule
-
-    @property
-    def children(self) -> list[int]:
-        """The ranks that messages from here go to."""
-        return self._link.tree.children
-
-    @property
     def messages(self) -> int:
         """Sent from here."""
         return self._link.tree.messages
@@ -115,15 +105,15 @@ class CacheNodes:
         self,
         *,
         layers: int,
+        capacity: int,
         kv_heads: int,
         head_dim: int,
         v_dim: int | None = None,
         batch: int = 1,
         latent: bool = False,
-        dtype: str = "bfloat16",
+        dtype: DTypeLike = "bfloat16",
         k_scale: ArrayLike | None = None,
         v_scale: ArrayLike | None = None,
-        capacity: int | None = None,
     ) -> RemoteCache:
         """Plan a cache on the nodes; there may be several.
 
@@ -134,22 +124,23 @@ class CacheNodes:
             As of a `ShardedCache`.
         dtype : str
             As of a `ShardedCache`; q is of it too, and float32 over 8 bits.
-        capacity : int, optional
-            Tokens of the longest sequence, beyond which nothing is taken. Needed unless nodes were given
-            their memory: then as many as the one with the least has room for.
+        capacity : int
+            Tokens of the longest sequence, beyond which nothing is taken.
 
         Raises
         ------
         ArgumentError
-            Sizes that cannot be, or more than the nodes have room for. They go on.
+            Sizes that cannot be; the nodes go on.
         """
         self._forget()
         if latent:
             check_latent(v_dim, head_dim, 1.0)
-        held = CacheFormat(dtype=dtype, k_scale=k_scale, v_scale=v_scale)
-        given = dtype, bool(latent), held.k_scale, held.v_scale
+        word = str(dtype_word(dtype))
+        held = CacheFormat(word, k_scale=k_scale, v_scale=v_scale)
+        given = word, bool(latent), held.k_scale, held.v_scale
         plan = CachePlan(layers, kv_heads, head_dim, v_dim or head_dim, *given)
         self._link.call("plan_cache", plan=plan, batch=batch, capacity=capacity)
+        self._link.done()
         return self._made(plan, batch, capacity)
 
     def load(self, directory: str | Path, *, capacity: int | None = None) -> RemoteCache:
@@ -161,14 +152,14 @@ class CacheNodes:
         """
         self._forget()
         self._link.call("load", directory=str(directory), capacity=capacity)
-        plan, index = agreed_index(self._link.comm, str(directory))
-        cache = self._made(plan, len(index.totals), index.capacity if capacity is None else capacity)
+        index = saved.agree(self._link.comm, Path(directory))
+        self._link.done()
+        capacity = index.capacity if capacity is None else capacity
+        cache = self._made(CachePlan.of(index), len(index.totals), capacity)
         cache.totals[:] = index.totals
         return cache
 
-    def _made(self, plan: CachePlan, batch: int, wanted: int | None) -> RemoteCache:
-        capacity = agreed_capacity(self._link.comm, plan, batch, wanted, 0)
-        self._link.done()
+    def _made(self, plan: CachePlan, batch: int, capacity: int) -> RemoteCache:
         number, attention = len(self._planned), list[Attention]()
         cache = RemoteCache(self._link, number, plan, batch, capacity, attention)
         self._planned.append(attention)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from treeattn.cache_nodes.meeting import meet
 from treeattn.cache_nodes.message import Call, Message, encode
+from treeattn.cache_nodes.tree import meet
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Owner

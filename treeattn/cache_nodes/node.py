@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES
-from treeattn.cache import ShardedCache
-from treeattn.cache_nodes.meeting import agreed_capacity, agreed_index, meet
+from treeattn.cache import ShardedCache, saved
 from treeattn.cache_nodes.message import Step, array_of, decode
+from treeattn.cache_nodes.tree import meet
 from treeattn.cache_nodes.view import Attention, CachePlan, View
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError, TransportError, TreeattnError
@@ -24,15 +25,13 @@ if TYPE_CHECKING:
 __all__ = ["serve"]
 
 
-def serve(comm: Intracomm | None = None, *, memory_bytes: int | None = None) -> Node:
+def serve(comm: Intracomm | None = None) -> Node:
     """Be a cache node until the model process, rank 0, ends it. Every rank but 0 calls, as rank 0 `connect`.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm, optional
         As of `connect`.
-    memory_bytes : int, optional
-        What keys and values may take here; unless given, whatever `capacity` asks for.
     """
     watched = communicators.mpi_intracomm(comm, "a cache node")
     if watched.rank == 0:
@@ -40,7 +39,7 @@ def serve(comm: Intracomm | None = None, *, memory_bytes: int | None = None) -> 
             "a cache node is none of rank 0, where the model runs: mpiexec -n 1 python model.py : -n "
             f"{max(watched.size - 1, 16)} treeattn cache-node"
         )
-    node = Node(watched, memory_bytes)
+    node = Node(watched)
     while node.serves:
         node.take()
     return node
@@ -53,8 +52,8 @@ _CALLS = ("plan_cache", "load", "save", "plan_view", "rollback", "select", "drop
 class _Held:
     """A cache of this node, and how its steps attend."""
 
-    def __init__(self, plan: CachePlan, cache: ShardedCache | None, taken: int) -> None:
-        self.plan, self.cache, self.bytes = plan, cache, taken
+    def __init__(self, plan: CachePlan, cache: ShardedCache | None) -> None:
+        self.plan, self.cache = plan, cache
         self.layers = cache.layers if cache else ()
         self.views: list[tuple[View, Attention]] = []
 
@@ -68,13 +67,12 @@ class Node:
     """What a node has and does. command: whether rank 0 is a command of this package, which leaves together
     with the others."""
 
-    def __init__(self, comm: MpiCommunicator, memory_bytes: int | None) -> None:
+    def __init__(self, comm: MpiCommunicator) -> None:
         """Collective, as making `CacheNodes` is."""
         self._comm = comm
         scheme, self.command = comm.allgather((None, job.commanded()))[0]
         self.tree = meet(comm, scheme)
         self._nodes = cast("Intracomm", comm.Split(1, comm.rank))
-        self._free = memory_bytes
         self.caches: list[_Held] = []
         self.serves, self.steps = True, 0
 
@@ -116,26 +114,16 @@ class Node:
         first = before - (view.queries - step.tokens)
         attention(q, k, v, some, layer.positions, first, begins)
 
-    def _plan_cache(self, plan: dict[str, Any], batch: int, capacity: int | None) -> None:
-        planned = CachePlan(**plan)
-        found = agreed_capacity(self._comm, planned, batch, capacity, self._free)
-
+    def _plan_cache(self, plan: dict[str, Any], batch: int, capacity: int) -> None:
         def make() -> ShardedCache:
-            return ShardedCache(self._nodes, batch=batch, capacity=found, **plan)
+            return ShardedCache(self._nodes, batch=batch, capacity=capacity, **plan)
 
-        self._hold(planned, collectively(self._comm, make), batch, found)
+        self.caches.append(_Held(CachePlan(**plan), collectively(self._comm, make)))
 
     def _load(self, directory: str, capacity: int | None) -> None:
-        plan, index = agreed_index(self._comm, directory)
-        batch, wanted = len(index.totals), index.capacity if capacity is None else capacity
-        found = agreed_capacity(self._comm, plan, batch, wanted, self._free)
-        cache = collectively(self._comm, lambda: ShardedCache.load(directory, self._nodes, capacity=found))
-        self._hold(plan, cache, batch, found)
-
-    def _hold(self, plan: CachePlan, cache: ShardedCache, batch: int, capacity: int) -> None:
-        taken = plan.token_bytes(batch) * -(-capacity // self._nodes.size)
-        self._free = None if self._free is None else self._free - taken
-        self.caches.append(_Held(plan, cache, taken))
+        plan = CachePlan.of(saved.agree(self._comm, Path(directory)))
+        cache = collectively(self._comm, lambda: ShardedCache.load(directory, self._nodes, capacity=capacity))
+        self.caches.append(_Held(plan, cache))
 
     def _save(self, cache: int, directory: str, about: dict[str, Any]) -> None:
         held = self.caches[cache].cache
@@ -158,8 +146,7 @@ class Node:
     def _drop(self, cache: int) -> None:
         held = self.caches[cache]
         held.close()
-        self._free = None if self._free is None else self._free + held.bytes
-        self.caches[cache] = _Held(held.plan, None, 0)
+        self.caches[cache] = _Held(held.plan, None)
 
     def _close(self) -> None:
         for held in self.caches:

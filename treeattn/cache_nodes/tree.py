@@ -9,10 +9,13 @@ from typing import Any
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
+from treeattn.decoder.plan import schedule as planned
 from treeattn.errors import RestrictionError
 from treeattn.mpi import library
+from treeattn.mpi.agreement import collectively
+from treeattn.selection import select
 
-__all__ = ["Tree", "edges"]
+__all__ = ["Tree", "meet"]
 
 _TAG = 1
 # A model computes between its layers: a node looks without a pause for so long, and then less and less often.
@@ -20,7 +23,21 @@ _EAGER, _PATIENT = 20e-3, 5.0
 _NAP, _LONG_NAP = 2e-4, 5e-3
 
 
-def edges(schedule: Schedule) -> dict[int, int]:
+def meet(comm: MpiCommunicator, scheme: str | Schedule | None) -> Tree:
+    """The tree of a scheme, `hierarchical` unless given. Collective.
+
+    Raises, on every rank alike, where it is none.
+    """
+    selection = collectively(comm, lambda: select("hierarchical" if scheme is None else scheme))
+    schedule = planned(selection, comm, "root")
+    if schedule is None:  # on every rank
+        raise RestrictionError(
+            f"{selection.text} is no schedule: cache nodes take a tree, such as hierarchical"
+        )
+    return Tree(comm, schedule, collectively(comm, lambda: _edges(schedule)))
+
+
+def _edges(schedule: Schedule) -> dict[int, int]:
     """Child -> parent of a schedule to rank 0. Raises `RestrictionError` for one that is no tree."""
     moved = [t for round_ in schedule.rounds for t in round_]
     parents = {t.src: t.dst for t in moved}
@@ -35,9 +52,8 @@ def edges(schedule: Schedule) -> dict[int, int]:
 class Tree:
     """This rank's place in the tree. `messages` and `bytes` count what it has sent down."""
 
-    def __init__(self, comm: MpiCommunicator, schedule: Schedule) -> None:
+    def __init__(self, comm: MpiCommunicator, schedule: Schedule, parents: dict[int, int]) -> None:
         """Collective."""
-        parents = edges(schedule)
         self.schedule = schedule
         self.parent = parents.get(comm.rank, 0)
         self.children = sorted(child for child, parent in parents.items() if parent == comm.rank)

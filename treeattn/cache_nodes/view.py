@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,6 +11,7 @@ from treeattn.attention.arrays import Pair
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES, FLOAT8
 from treeattn.attention.shard import CacheFormat, Positions, Shard
+from treeattn.cache.index import Index
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, Reduction
@@ -33,6 +34,11 @@ class CachePlan:
     k_scale: ArrayLike | None = None
     v_scale: ArrayLike | None = None
 
+    @classmethod
+    def of(cls, index: Index) -> CachePlan:
+        """That of a saved cache."""
+        return cls(**{field.name: getattr(index, field.name) for field in fields(cls)})
+
     @property
     def q_dtype(self) -> str:
         """Of queries."""
@@ -42,11 +48,6 @@ class CachePlan:
     def widths(self) -> tuple[int, ...]:
         """Channels of what is kept: keys, and values of their own."""
         return (self.head_dim,) if self.latent else (self.head_dim, self.v_dim)
-
-    def token_bytes(self, batch: int) -> int:
-        """Of one token of every sequence in all layers."""
-        itemsize: int = CACHE_DTYPES[self.dtype].itemsize
-        return batch * self.layers * self.kv_heads * sum(self.widths) * itemsize
 
 
 @dataclass(frozen=True, slots=True)

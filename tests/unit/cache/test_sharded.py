@@ -11,7 +11,6 @@ from tests.support.caches import DIM, HEADS, LAYOUTS, Plain, caches
 from tests.support.drawn import examples
 from tests.support.refusals import refused
 from treeattn.cache.placement import Reach
-from treeattn.errors import ArgumentError
 from treeattn.token_tree import TokenTree
 
 
@@ -69,19 +68,6 @@ def test_drafts_stand_where_their_depth_says():
     assert shard.draft_positions(tree).tolist() == [[3, 4, 4, 5], [1, 1, 1, 1]]
 
 
-def test_an_error_changes_nothing():
-    (shard,) = caches(1, capacity=4, drafts=3, layout="contiguous")
-    k, v = np.ones((2, 1, 3, HEADS, DIM), np.float32)
-    tree = TokenTree.chain([[1, 2, 3]])
-    shard.append(k, v)
-    shard.propose(k, v, tree)
-    for wrong in ([[0, 1]], [[1]], [[0, -1, 1]], [[0, 2]]):
-        with pytest.raises(ArgumentError):
-            shard.commit(wrong)
-    shard.commit([[0]])
-    assert (shard.totals.tolist(), shard.lengths.tolist()) == ([4], [4])
-
-
 ROWS = np.zeros((1, 2, HEADS, DIM), np.float32)
 
 
@@ -103,7 +89,6 @@ ROWS = np.zeros((1, 2, HEADS, DIM), np.float32)
         (lambda shard: shard.propose(ROWS, ROWS, TokenTree.chain([[1], [2]])), "2 rows, the cache 1"),
         (lambda shard: shard.propose(ROWS, ROWS, TokenTree.chain([[1]])), "a tree of 1 slots"),
         (lambda shard: shard.propose(ROWS, ROWS, TokenTree.chain([[1, 2]])), "at most drafts=1"),
-        (lambda shard: shard.commit([[0]]), "propose them first"),
         (lambda shard: shard.rollback([1]), "from 0 to [0] are there"),
         (lambda shard: shard.rollback([[1], [0, 1]]), "totals: no array of whole numbers"),
         (lambda shard: shard.owners([5]), "room for 5"),
@@ -119,9 +104,9 @@ def test_what_does_not_fit(call, words):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_tensors_of_torch_are_taken(dtype):
-    """Their types are no types of NumPy's."""
+    """Their types are no types of NumPy's; the cache may be planned with them, too."""
     torch = pytest.importorskip("torch")
-    (shard,) = caches(1, capacity=5, dtype=dtype)
+    (shard,) = caches(1, capacity=5, dtype=getattr(torch, dtype))
     new = torch.arange(32, dtype=getattr(torch, dtype)).reshape(1, 2, HEADS, DIM)
     shard.append(new, new)
     assert shard.k[:, :2].astype(float).tolist() == new.tolist()
@@ -129,31 +114,31 @@ def test_tensors_of_torch_are_taken(dtype):
         shard.append(new.half(), new.half())
 
 
-def test_keeping_nothing_forgets_the_drafts():
-    (shard,) = caches(1, capacity=5, drafts=2)
-    shard.propose(ROWS, ROWS, TokenTree.chain([[1, 2]]))
-    shard.commit([[]])
-    assert shard.totals.tolist() == [0]
-    with pytest.raises(ArgumentError, match="propose them first"):
-        shard.commit([[0]])
-
-
 def test_a_path_that_is_none():
-    (shard,) = caches(1, capacity=5, drafts=3)
+    """An error changes nothing: the right path can still be kept, and then the drafts are forgotten."""
+    (shard,) = caches(1, capacity=4, drafts=3, layout="contiguous")
+    shard.append(ROWS[:, [0, 1, 0]], ROWS[:, [0, 1, 0]])
     tree = TokenTree.from_parents([[1, 2, 3]], [[-1, 0, 0]])
-    shard.propose(*np.zeros((2, 1, 3, HEADS, DIM), np.float32), tree)
-    for path, words in (
-        ([[1]], "is no path of row 0"),
-        ([[0, 1, 2]], "is no path of row 0"),
-        ([[0, -1, 1]], "and then nothing but -1"),
-        ([0], "for each of 1 rows"),
-        ([[0.0]], "path of float64: whole numbers"),
-        ([[0], [0, 1]], "path: no array of whole numbers"),
-    ):
-        with refused(words):
-            shard.commit(path)
+    for kept, total in (([[0]], 4), ([[]], 4)):
+        shard.propose(ROWS[:, [0, 1, 0]], ROWS[:, [0, 1, 0]], tree)
+        for path, words in (
+            ([[1]], "is no path of row 0"),
+            ([[0, 1, 2]], "is no path of row 0"),
+            ([[0, 1]], "exceed the capacity of 4"),
+            ([[0, -1, 1]], "and then nothing but -1"),
+            ([0], "for each of 1 rows"),
+            ([[0.0]], "path of float64: whole numbers"),
+            ([[0], [0, 1]], "path: no array of whole numbers"),
+        ):
+            with refused(words):
+                shard.commit(path)
+        shard.commit(kept)
+        assert (shard.totals.tolist(), shard.lengths.tolist()) == ([total], [total])
+        with refused("propose them first"):
+            shard.commit(kept)
+    shard.propose(ROWS[:, [0, 1, 0]], ROWS[:, [0, 1, 0]], tree)
     shard.rollback()
-    with pytest.raises(ArgumentError, match="propose them first"):
+    with refused("propose them first"):
         shard.commit([[0]])
 
 
