@@ -243,7 +243,11 @@ CATALOG: dict[str, Scheme] = {
 
 
 def names(kind: Literal["schedule", "library"] | None = None) -> list[str]:
-    """All names, or those of one kind, in the order of the catalogue."""
+    """All names, or those of one kind, in the order of the catalogue.
+
+    >>> collectives.names()[:3], collectives.names("library")
+    (['chain', 'binary_tree', 'k_ary_tree'], ['mpi_allreduce', 'nccl_allreduce'])
+    """
     return [row.name for row in CATALOG.values() if kind in (None, row.kind)]
 
 
@@ -262,6 +266,9 @@ def parse(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> tuple[str, dict
     Inner schemes come out in their one spelling. The name is looked for in `catalog`. Raises `ScheduleError`
     for an unknown name or parameter, a bad value, or parentheses that do not match; the message names the
     remedy.
+
+    >>> collectives.parse("k_nomial_tree:radix=4")
+    ('k_nomial_tree', {'radix': 4})
     """
     if not isinstance(text, str):
         raise ScheduleError(f"{text!r} is not the name of a scheme; {_meant('', list(catalog))}")
@@ -291,7 +298,11 @@ def select(scheme: str | Schedule, catalog: Mapping[str, Scheme] = CATALOG) -> S
 
 
 def needs_nodes(text: str) -> bool:
-    """Whether the scheme is shaped by node groups that `text` does not give."""
+    """Whether the scheme is shaped by node groups that `text` does not give.
+
+    >>> collectives.needs_nodes("hierarchical"), collectives.needs_nodes("binary_tree")
+    (True, False)
+    """
     return select(text).needs_nodes
 
 
@@ -303,6 +314,10 @@ def build(scheme: str, size: int, *, result: Result = "replicated", **params: ob
     what of the schedule leads to rank 0, half the messages of a tree (`combinators.to_root`). Raises
     `ScheduleError` for what cannot be read and for library reducers, `RestrictionError` for what the
     scheme does not serve.
+
+    >>> schedule = collectives.build("binary_tree", 5)  # -> merges, => copies
+    >>> [[transfer.arrow for transfer in one] for one in schedule.rounds]
+    [['3->1', '4->1'], ['1->0', '2->0'], ['0=>1', '0=>2'], ['1=>3', '1=>4']]
     """
     name, given = parse(scheme)
     row = find(name)

@@ -27,24 +27,42 @@ def fold_onto(core_size: int, size: int) -> tuple[list[int], tuple[Round, ...]]:
 
 
 def then(*phases: Iterable[Round]) -> tuple[Round, ...]:
-    """One phase after the other."""
+    """One phase after the other.
+
+    >>> up = ((Transfer(1, 0),),)
+    >>> [[transfer.arrow for transfer in one] for one in then(up, reversed_as_copies(up))]
+    [['1->0'], ['0=>1']]
+    """
     return tuple(round_ for phase in phases for round_ in phase)
 
 
 def side_by_side(*phases: Sequence[Round]) -> tuple[Round, ...]:
-    """Phases of disjoint ranks or chunks, run at the same time: round i of all of them is one round."""
+    """Phases of disjoint ranks or chunks, run at the same time: round i of all of them is one round.
+
+    >>> pair = ((Transfer(1, 0),),)
+    >>> [[transfer.arrow for transfer in one] for one in side_by_side(pair, on_ranks(pair, [2, 3]))]
+    [['1->0', '3->2']]
+    """
     return tuple(tuple(t for part in parts for t in part) for parts in zip_longest(*phases, fillvalue=()))
 
 
 def on_ranks(rounds: Iterable[Round], ranks: Sequence[int]) -> tuple[Round, ...]:
-    """The same rounds with rank i replaced by ``ranks[i]``."""
+    """The same rounds with rank i replaced by ``ranks[i]``.
+
+    >>> on_ranks(((Transfer(1, 0),),), [2, 3])[0][0].arrow
+    '3->2'
+    """
     return tuple(
         tuple(Transfer(ranks[t.src], ranks[t.dst], t.chunks, t.merge) for t in round_) for round_ in rounds
     )
 
 
 def on_chunks(rounds: Iterable[Round], first: int, width: int = 1) -> tuple[Round, ...]:
-    """The same rounds with chunk i replaced by `width` chunks from ``first + i * width`` on."""
+    """The same rounds with chunk i replaced by `width` chunks from ``first + i * width`` on.
+
+    >>> on_chunks(((Transfer(1, 0),),), 4, width=2)[0][0].chunks
+    range(4, 6)
+    """
     return tuple(
         tuple(
             t._replace(chunks=range(first + t.chunks.start * width, first + t.chunks.stop * width))
@@ -55,7 +73,11 @@ def on_chunks(rounds: Iterable[Round], first: int, width: int = 1) -> tuple[Roun
 
 
 def with_chunks(rounds: Iterable[Round], count: int) -> tuple[Round, ...]:
-    """Rounds of one chunk, made to move the chunks ``0 .. count - 1`` instead."""
+    """Rounds of one chunk, made to move the chunks ``0 .. count - 1`` instead.
+
+    >>> with_chunks(((Transfer(1, 0),),), 3)[0][0].chunks
+    range(0, 3)
+    """
     return tuple(tuple(t._replace(chunks=range(count)) for t in round_) for round_ in rounds)
 
 
@@ -67,7 +89,11 @@ def runs_of(chunks: Iterable[int]) -> Iterator[range]:
 
 
 def reversed_as_copies(rounds: Sequence[Round]) -> tuple[Round, ...]:
-    """The way back: what was gathered up a tree is copied down the same tree."""
+    """The way back: what was gathered up a tree is copied down the same tree.
+
+    >>> reversed_as_copies(((Transfer(1, 0),),))[0][0].arrow
+    '0=>1'
+    """
     return tuple(
         tuple(Transfer(t.dst, t.src, t.chunks, False) for t in round_) for round_ in reversed(rounds)
     )
@@ -78,6 +104,9 @@ def to_root(schedule: Schedule) -> Schedule:
 
     Rank 0 ends with the bits that it has of the whole schedule; a message of which it needs some chunks alone
     carries these. Raises `RestrictionError` where rank 0 does not get all.
+
+    >>> to_root(collectives.build("recursive_doubling", 4)).messages  # of 8
+    3
     """
     if schedule.result == "scattered":
         raise RestrictionError(f"{schedule.name} leaves its result scattered: no rank ends with all of it")

@@ -37,6 +37,9 @@ class Transfer(NamedTuple):
     """One message: rank `src` sends its value of `chunks` to rank `dst`.
 
     ``merge=True`` folds it into what `dst` holds; ``merge=False`` overwrites (broadcast phases).
+
+    >>> Transfer(3, 1).arrow, Transfer(1, 3, merge=False).arrow
+    ('3->1', '1=>3')
     """
 
     src: int
@@ -76,6 +79,11 @@ class Schedule:
     `result` says what the last round leaves behind: ``"replicated"`` (every rank holds every
     chunk complete), ``"scattered"`` (``chunks == size`` and rank r holds chunk r complete) or ``"root"``
     (rank 0 holds every chunk complete, the others nothing that counts).
+
+    >>> rounds = ((Transfer(1, 0),), (Transfer(0, 1, merge=False),))
+    >>> schedule = Schedule("there and back", size=2, chunks=1, rounds=rounds)
+    >>> collectives.check(schedule).determinism, schedule.messages
+    ('A', 2)
     """
 
     name: str

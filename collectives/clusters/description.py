@@ -209,7 +209,12 @@ def shipped() -> list[str]:
 
 def load(name: str | Path) -> Cluster:
     """A shipped cluster by name, or one from a file that ends in .toml. Raises `ArgumentError` that names the
-    file, the key and the remedy."""
+    file, the key and the remedy.
+
+    >>> cluster = load("laptop")
+    >>> cluster.name, cluster.places
+    ('laptop', 8)
+    """
     text = str(name)
     if not text.endswith(".toml"):
         if text not in shipped():

@@ -129,6 +129,13 @@ def simulate(
     microseconds; all at once unless given.
 
     Raises `ArgumentError` for a placement that does not fit, or an executor that the cluster has not.
+
+    >>> from treeattn.collectives.clusters import description, placement
+    >>> cluster = description.load("laptop")
+    >>> schedule = collectives.build("binary_tree", 4)
+    >>> predicted = simulate(schedule, cluster, placement.block(cluster, 4))
+    >>> 0 < predicted.bound <= predicted.time  # microseconds
+    True
     """
     if len(places) != schedule.size:
         raise ArgumentError(f"placement: {len(places)} places for {schedule.size} ranks; give one for each")

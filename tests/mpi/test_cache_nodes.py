@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import treeattn
+from tests.support.examples import run_examples
 from treeattn import cache_nodes, collectives, reference
 from treeattn.attention.shape import CACHE_DTYPES
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, StateError
@@ -31,6 +32,12 @@ def meet(comm, model, **options):
     with cache_nodes.connect(comm, **options) as nodes:
         model(nodes)
     return None
+
+
+def test_the_example_of_connect_is_what_a_job_does(comm):
+    if comm.size == 1:
+        pytest.skip("one rank is a model process without cache nodes")
+    assert run_examples(cache_nodes.connect)
 
 
 class Dense:

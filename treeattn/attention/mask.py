@@ -45,6 +45,12 @@ class Rules:
     ------
     ArgumentError
         A value that cannot be; the message names it.
+
+    Examples
+    --------
+    >>> rules = treeattn.Rules(causal=True, window=(1023, 0), leading=4)
+    >>> rules.names  # what a query's position decides
+    ('causal', 'window', 'leading')
     """
 
     causal: bool = False

@@ -50,6 +50,14 @@ class Shard:
     ------
     ArgumentError
         A value that cannot be; the message names it.
+
+    Examples
+    --------
+    >>> k = np.zeros((1, 3, 2, 8), np.float32)
+    >>> shard = treeattn.Shard(k, k, lengths=[2], positions=[0, 4, 8])
+    >>> out, lse = treeattn.decode(np.ones((1, 1, 4, 8), np.float32), shard)
+    >>> round(float(lse[0, 0, 0]), 4)  # ln 2
+    0.6931
     """
 
     k: AnyArray
@@ -120,6 +128,13 @@ class CacheFormat:
     ------
     ArgumentError
         A value that cannot be; the message names it.
+
+    Examples
+    --------
+    >>> cache = treeattn.CacheFormat("float8_e4m3fn", k_scale=0.5, v_scale=0.25)
+    >>> with treeattn.Decoder(heads=4, kv_heads=2, head_dim=8, dtype="float32", cache=cache) as decoder:
+    ...     decoder.shape.kv_dtype
+    'float8_e4m3fn'
     """
 
     dtype: str | None = None

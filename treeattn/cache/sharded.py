@@ -304,6 +304,15 @@ class ShardedCache(CacheLayer):
     ------
     ArgumentError
         On every rank alike: sizes below 1, a layout that does not fit, arguments that differ between ranks.
+
+    Examples
+    --------
+    >>> cache = treeattn.ShardedCache(capacity=64, kv_heads=2, head_dim=8, dtype="float32")
+    >>> k = np.zeros((1, 3, 2, 8), np.float32)
+    >>> cache.append(k, k)  # three tokens; each rank keeps its own
+    >>> out, lse = treeattn.decode(np.ones((1, 1, 4, 8), np.float32), cache.shard)
+    >>> cache.totals.tolist(), round(float(lse[0, 0, 0]), 4)  # ln 3
+    ([3], 1.0986)
     """
 
     def __init__(

@@ -54,6 +54,16 @@ def connect(comm: Intracomm | None = None, *, scheme: str | Schedule | None = No
         Nodes that were started as ``treeattn cache-node``, and closed.
     ScheduleError, RestrictionError
         A scheme that is no tree.
+
+    Examples
+    --------
+    >>> from mpi4py import MPI
+    >>> from treeattn import cache_nodes
+    >>> if MPI.COMM_WORLD.rank:  # as `treeattn cache-node` does
+    ...     node = cache_nodes.serve()
+    ... else:
+    ...     with cache_nodes.connect() as nodes:
+    ...         assert nodes.size == MPI.COMM_WORLD.size - 1
     """
     watched = communicators.mpi_intracomm(comm, "a job with cache nodes")
     if watched.rank:

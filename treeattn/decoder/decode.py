@@ -112,6 +112,15 @@ def decode(
     -----
     Tree Attention, arXiv 2408.04093, section 5: a partial of each rank, folded over the ranks along the
     schedule, divided on every rank.
+
+    Examples
+    --------
+    >>> q = np.ones((1, 1, 4, 8), np.float32)  # of 4 heads
+    >>> k = np.zeros((1, 3, 2, 8), np.float32)  # 3 tokens of this rank, 2 KV heads
+    >>> v = np.arange(3, dtype=np.float32).reshape(1, 3, 1, 1) + k
+    >>> out, lse = treeattn.decode(q, k, v, lengths=[2])  # the first two of them
+    >>> out.shape, float(out[0, 0, 0, 0]), round(float(lse[0, 0, 0]), 4)  # a mean of 0 and 1, and ln 2
+    ((1, 1, 4, 8), 0.5, 0.6931)
     """
     comm = communicators.intracomm(comm)
     name, kind = ("q", q) if q_root is None else ("k", k.k if isinstance(k, Shard) else k)

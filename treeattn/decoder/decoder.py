@@ -61,6 +61,15 @@ class Decoder(PlannedDecode):
     ring computes while it communicates (`kv_ring`, `query_ring`), or a step goes by groups of heads, `local`
     only takes the arrays, and `reduce` does the work. `begin` returns while the reduction is under way, and
     `finish` then ends it.
+
+    Examples
+    --------
+    >>> q, k = np.ones((1, 1, 4, 8), np.float32), np.zeros((1, 3, 2, 8), np.float32)
+    >>> with treeattn.Decoder(heads=4, kv_heads=2, head_dim=8, dtype="float32") as decoder:
+    ...     for tokens in 1, 2, 3:  # a cache that grows
+    ...         out, lse = decoder(q, k, k, lengths=[tokens])
+    >>> round(float(lse[0, 0, 0]), 4)  # ln 3
+    1.0986
     """
 
     @telling_arguments

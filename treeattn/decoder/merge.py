@@ -83,6 +83,13 @@ def merge(
     ------
     ArgumentError, ScheduleError, RestrictionError, BackendError, TransportError
         On every rank alike; with `strict` for an lse of +inf or NaN, too.
+
+    Examples
+    --------
+    >>> out, lse = np.ones((3, 8), np.float32), np.zeros(3, np.float32)  # of this rank's keys
+    >>> whole, whole_lse = treeattn.merge(out, lse, base=2)
+    >>> whole.shape, whole_lse.tolist()  # of one rank: what it gave
+    ((3, 8), [0.0, 0.0, 0.0])
     """
     comm = communicators.intracomm(comm)
     with Agreement(comm) as agreed:
@@ -252,6 +259,14 @@ class Merger(_PlannedMerge):
     -----
     A call returns (out, lse) in the merger's own buffers, which hold until its next call; in the container of
     out, and where that cannot share memory that changes (JAX), as copies.
+
+    Examples
+    --------
+    >>> out, lse = np.ones((3, 8), np.float32), np.zeros(3, np.float32)
+    >>> with treeattn.Merger(lse_shape=(3,), head_dim=8, dtype="float32") as merger:
+    ...     whole, whole_lse = merger(out, lse)
+    >>> whole.shape, whole_lse.shape
+    ((3, 8), (3,))
     """
 
     def __init__(

@@ -88,6 +88,13 @@ def prefill(
     ArgumentError, RestrictionError, BackendError
         On every rank alike: arrays that do not fit each other, two ranks that claim a position, ranks that
         pass different things.
+
+    Examples
+    --------
+    >>> q, k = np.ones((1, 3, 4, 8), np.float32), np.zeros((1, 3, 2, 8), np.float32)
+    >>> out, lse = treeattn.prefill(q, k, k)  # causal: of 1, 2 and 3 keys
+    >>> np.exp(lse[0, 0]).round(3).tolist()
+    [1.0, 2.0, 3.0]
     """
     comm = communicators.intracomm(comm)
     with Agreement(comm):
@@ -193,6 +200,14 @@ class Prefill:
     ------
     ArgumentError, RestrictionError, BackendError
         On every rank alike.
+
+    Examples
+    --------
+    >>> q, k = np.ones((1, 3, 4, 8), np.float32), np.zeros((1, 3, 2, 8), np.float32)
+    >>> with treeattn.Prefill(tokens=3, heads=4, kv_heads=2, head_dim=8, dtype="float32") as attention:
+    ...     layers = [attention(q, k, k) for layer in range(2)]
+    >>> layers[1][0].shape
+    (1, 3, 4, 8)
     """
 
     def __init__(

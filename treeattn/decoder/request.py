@@ -116,6 +116,12 @@ class Reduction:
     ------
     ArgumentError
         A value that cannot be; the message names it.
+
+    Examples
+    --------
+    >>> how = treeattn.Reduction("k_nomial_tree:radix=4", output="root")
+    >>> how.scheme, how.output, how.groups
+    ('k_nomial_tree:radix=4', 'root', 1)
     """
 
     scheme: str | Schedule | None = None

@@ -56,6 +56,12 @@ def value(
     ------
     ArgumentError, ScheduleError, RestrictionError, BackendError
         On every rank alike.
+
+    Examples
+    --------
+    >>> q, k = np.ones((1, 1, 4, 8)), np.zeros((1, 3, 2, 8))
+    >>> treeattn.energy.value(None, q, k, k)[0, 0].round(4).tolist()  # ln 3
+    [1.0986]
     """
     return arrays.in_kind(average("value", _nothing, zeta, q, k, v, **options).lse, q)
 
@@ -70,6 +76,10 @@ def gradient(
     then the sum of weighted values, a record carries both: one reduction of head_dim + 2 elements.
 
     Returns an array like q, float32 (float64 for float64 inputs), 0 where there is no key.
+
+    >>> q, k = np.ones((1, 1, 4, 8)), np.zeros((1, 3, 2, 8))
+    >>> treeattn.energy.gradient(None, q, k, k + 2.0)[0, 0, 0, :3].round(4).tolist()
+    [2.0, 2.0, 2.0]
     """
     return arrays.in_kind(average("gradient", _values, zeta, q, k, v, **options).mean, q)
 
@@ -81,6 +91,10 @@ def total(
 
     Arguments and errors as for `value`. Returns [batch], float64: correctly rounded sums of `value`, hence of
     the same bits on every rank.
+
+    >>> q, k = np.ones((1, 1, 4, 8)), np.zeros((1, 3, 2, 8))
+    >>> treeattn.energy.total(None, q, k, k).round(4).tolist()  # 4 heads: 4 ln 3
+    [4.3944]
     """
     each = average("value", _nothing, zeta, q, k, v, **options).lse
     return arrays.in_kind(np.array([math.fsum(row) for row in each.reshape(len(each), -1).tolist()]), q)
@@ -103,6 +117,10 @@ def log_likelihood(
 
     z: like zeta, equal on every rank, of any floating type. Arguments and errors as for `value`. Returns
     [batch, heads, queries] as `value` does.
+
+    >>> q, k = np.ones((1, 1, 4, 8)), np.zeros((1, 3, 2, 8))
+    >>> treeattn.energy.log_likelihood(None, q, q, k, k)[0, 0].round(4).tolist()
+    [-1.0986]
     """
 
     def products(query: Array, values: Array, lengths: Array) -> Array:
@@ -139,6 +157,12 @@ def moments(
     never negative; the matrix of a covariance may have eigenvalues below 0, by as little.
 
     One reduction of records of 2 + 2 head_dim elements, and of n (n - 1) / 2 more for a covariance.
+
+    >>> q, k = np.ones((1, 1, 4, 8)), np.zeros((1, 3, 2, 8))
+    >>> v = k + np.arange(3.0)[:, None, None]  # 0, 1 and 2, of equal weight
+    >>> mean, variance = treeattn.energy.moments(q, k, v)
+    >>> mean[0, 0, 0, 0].round(4), variance[0, 0, 0, 0].round(4)
+    (np.float64(1.0), np.float64(0.6667))
     """
 
     def summary(query: Array, values: Array, lengths: Array) -> tuple[Array, Array, Array]:

@@ -68,6 +68,15 @@ class ShardedKV(Cache):
     ArgumentError
         On every rank alike: another attention implementation, layers that are not served, arguments that
         differ between ranks.
+
+    Examples
+    --------
+    >>> config = LlamaConfig(vocab_size=32, hidden_size=32, num_attention_heads=4, num_hidden_layers=2)
+    >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="treeattn")
+    >>> cache = huggingface.ShardedKV(model.config, capacity=16)
+    >>> ids = torch.tensor([[1, 2, 3]])
+    >>> model.generate(ids, past_key_values=cache, max_new_tokens=2, min_new_tokens=2).shape
+    torch.Size([1, 5])
     """
 
     def __init__(

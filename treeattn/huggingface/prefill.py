@@ -46,6 +46,15 @@ def prefill(
     ArgumentError
         On every rank alike: a cache that is not empty, layers with a recurrent state (which need every token
         in turn), fewer tokens than ranks, other ids on another rank.
+
+    Examples
+    --------
+    >>> config = LlamaConfig(vocab_size=32, hidden_size=32, num_attention_heads=4, num_hidden_layers=2)
+    >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="treeattn")
+    >>> cache, ids = huggingface.ShardedKV(model.config, capacity=64), torch.arange(16)[None]
+    >>> huggingface.prefill(model, ids[:, :-1], cache)
+    >>> model.generate(ids, past_key_values=cache, max_new_tokens=2, min_new_tokens=2).shape
+    torch.Size([1, 18])
     """
     with cache.during():
         _prefill(model, ids, cache, attention_mask)

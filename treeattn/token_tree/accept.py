@@ -65,6 +65,13 @@ def accept_greedy(
     ------
     ArgumentError
         On every rank: arrays of other shapes or types, several roots without `first`.
+
+    Examples
+    --------
+    >>> tree = treeattn.token_tree.TokenTree.from_paths([[7, 1, 2], [7, 3]])
+    >>> accepted = treeattn.token_tree.accept_greedy(tree, [[3, 9, 9, 5]])  # says 3 after 7, and 5 after 3
+    >>> accepted.path.tolist(), accepted.next_tokens.tolist()
+    ([[0, 3]], [5])
     """
 
     def walk() -> Accepted:
@@ -117,6 +124,14 @@ def accept_speculative(
     Notes
     -----
     Source: Leviathan et al., arXiv 2211.17192; without replacement, Sequoia, arXiv 2402.12374.
+
+    Examples
+    --------
+    >>> tree = treeattn.token_tree.TokenTree.from_paths([[0, 1]])
+    >>> p = q = np.full((1, 2, 4), 0.25)  # of model and drafter: drafts are kept
+    >>> accepted = treeattn.token_tree.accept_speculative(tree, p, q, np.random.default_rng(0))
+    >>> accepted.path.tolist()
+    [[0, 1]]
     """
 
     def walk() -> Accepted:

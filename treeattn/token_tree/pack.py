@@ -67,6 +67,14 @@ def pack(beams: Array) -> Packed:
     -----
     Source: "Recurrent Drafter" (arXiv 2403.09919), tree attention; unlike there, pads hold nothing of another
     request and the mask has no columns of the context.
+
+    Examples
+    --------
+    >>> packed = treeattn.token_tree.pack([[[7, 1, 2], [7, 1, 3]]])  # two beams that share a prefix
+    >>> packed.packed_beam.tolist(), packed.position_offsets.tolist()
+    ([[7, 1, 2, 3]], [[0, 1, 2, 2]])
+    >>> packed.attention_mask[0, 3].tolist()  # the token 3 sees 7, 1 and itself
+    [True, True, False, True]
     """
     beams = _checked_beams(beams)
     xp = _array_module(beams)
@@ -93,6 +101,10 @@ def unpack(x: Array, unpack_map: Array) -> Array:
     """Gather what nodes hold, x [B, L, ..], as beams hold it, [B, M, C, ..], by ``unpack_map`` [B, M, C].
 
     Raises `ArgumentError` for another batch, or a map that points outside L.
+
+    >>> packed = treeattn.token_tree.pack([[[7, 1, 2], [7, 1, 3]]])
+    >>> treeattn.token_tree.unpack(packed.packed_beam, packed.unpack_map).tolist()
+    [[[7, 1, 2], [7, 1, 3]]]
     """
     xp = _array_module(x)
     x, unpack_map = xp.asarray(x), xp.asarray(unpack_map)
@@ -114,6 +126,9 @@ def prefix_tree(beams: Array) -> Array:
     the tree where it is the first of its prefix: ``T[b, m, c] == m``. A row may borrow from several rows
     above it, from each up to some column; the first column need not be common, so a batch row may be a
     forest. Two sorts: O(B M C log(B M C)). Raises `ArgumentError` as `pack`.
+
+    >>> treeattn.token_tree.prefix_tree([[[7, 1, 2], [7, 1, 3]]]).tolist()
+    [[[0, 0, 0], [0, 0, 1]]]
     """
     beams = _checked_beams(beams)
     xp = _array_module(beams)
@@ -162,6 +177,9 @@ def mask_words(mask: Array, words: int | None = None) -> Array:
 
     words: how many there are room for; as many as are needed unless given. Raises `ArgumentError` for a mask
     that is not bool, or has more columns than the words hold.
+
+    >>> treeattn.token_tree.mask_words(np.array([[True, False, True]])).tolist()
+    [[5]]
     """
     xp = _array_module(mask)
     mask = xp.asarray(mask)
@@ -181,7 +199,11 @@ def mask_words(mask: Array, words: int | None = None) -> Array:
 
 
 def mask_from_words(words: Array, columns: int) -> Array:
-    """The bool mask [.., columns] that `mask_words` packed. Raises `ArgumentError`."""
+    """The bool mask [.., columns] that `mask_words` packed. Raises `ArgumentError`.
+
+    >>> treeattn.token_tree.mask_from_words(np.array([[5]], np.uint32), 3).tolist()
+    [[True, False, True]]
+    """
     xp = _array_module(words)
     words = xp.ascontiguousarray(words)
     if words.dtype != np.uint32 or words.ndim < 1:

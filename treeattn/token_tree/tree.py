@@ -31,6 +31,10 @@ class TokenTree:
     without a parent. origin: [batch, L], where each node's token stood in what the tree was made from (a row
     of it, flattened). unpack_map: the other way, the slot of each token that was given, in the shape it was
     given in; -1 where it was dropped.
+
+    >>> tree = treeattn.token_tree.TokenTree.from_paths([[7, 1, 2], [7, 3]])
+    >>> tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist()
+    ([[7, 1, 2, 3]], [[-1, 0, 1, 0]], [[0, 1, 2, 1]])
     """
 
     tokens: Integers

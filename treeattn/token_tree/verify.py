@@ -89,6 +89,15 @@ def verify(
     ------
     ArgumentError, ScheduleError, RestrictionError, BackendError, TransportError
         On every rank alike; also for q, drafts or trees that differ between ranks.
+
+    Examples
+    --------
+    >>> tree = treeattn.token_tree.TokenTree.from_paths([[7, 1], [7, 3]])
+    >>> q, drafts = np.ones((1, 3, 4, 8), np.float32), np.zeros((1, 3, 2, 8), np.float32)
+    >>> context = np.zeros((1, 5, 2, 8), np.float32)  # this rank's part of it
+    >>> out, lse = treeattn.token_tree.verify(q, context, context, drafts, drafts, tree)
+    >>> np.exp(lse[0, 0]).round(3).tolist()  # the context, and itself, and the root
+    [6.0, 7.0, 7.0]
     """
     comm = communicators.intracomm(comm)
     with Agreement(comm) as agreed:
@@ -123,6 +132,14 @@ class Verifier:
     verifier's own buffers, which hold until its next call. It compares nothing between ranks and sends
     nothing beside the one reduction; `decoder` is what makes the context pass and the reduction, with its
     `sent`, `schedule` and `certificate`.
+
+    >>> tree = treeattn.token_tree.TokenTree.from_paths([[7, 1], [7, 3]])
+    >>> q, k = np.ones((1, 3, 4, 8), np.float32), np.zeros((1, 3, 2, 8), np.float32)
+    >>> shape = {"heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
+    >>> with treeattn.token_tree.Verifier(nodes=3, **shape) as verifier:
+    ...     out, lse = verifier(q, k, k, k, k, tree)
+    >>> out.shape
+    (1, 3, 4, 8)
     """
 
     def __init__(
