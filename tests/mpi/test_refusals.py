@@ -24,6 +24,9 @@ Q, K, V = random_qkv(9)
 ONE = np.ones((1, 1, 1, 8), np.float32)
 LATENT = {name: np.ones((1, n, heads, 576), np.float32) for name, n, heads in (("q", 1, 16), ("k", 20, 1))}
 E5M2 = ml_dtypes.float8_e5m2
+SMALL = {"heads": 1, "kv_heads": 1, "head_dim": 8, "dtype": "float32"}
+TALL = {"heads": 16, "kv_heads": 1, "head_dim": 576, "dtype": "float32"}
+TABLE = np.zeros((1, 1), np.int32)
 
 #: What a call passes but for what is wrong.
 CALLS = {
@@ -151,6 +154,7 @@ DIFFERENT = [
     ),
     ("plain", lambda last, c: {"scheme": "binary_tree" if last else "chain"}, "scheme differs between ranks"),
     ("plain", lambda last, c: {"scale": 2.0 if last else 1.0}, "scale differs between ranks: 1.0 on rank 0"),
+    ("8 bits", lambda last, c: {"k_scale": 2.0 if last else 1.0}, "k_scale"),
     ("plain", lambda last, c: {"output": "root" if last else "replicated"}, "output differs between ranks"),
     ("plain", lambda last, c: {"q_root": None if last else 0}, "q_root differs between ranks: 0 on rank 0"),
     ("plain", lambda last, c: {"begins": [c.rank]}, "begins differs between ranks"),
@@ -199,12 +203,31 @@ def test_a_ring_refuses_the_mask_of_one_rank_on_all(comm):
     raises(comm, "plain", said, RestrictionError, scheme="query_ring", mask=mask)
 
 
-def test_ranks_that_scale_differently_are_told(comm):
-    if comm.size == 1:
-        pytest.skip("one rank cannot contradict itself")
-    cache = CacheFormat("float8_e5m2", k_scale=1.0 + comm.rank, v_scale=1.0)
-    with pytest.raises(ArgumentError, match="k_scale"):
-        Decoder(comm, heads=2, kv_heads=2, head_dim=8, cache=cache)
+#: What a Decoder is planned with, what its step is given (None: the plan is refused), and what is said.
+PLANNED = [
+    ({**TALL, "v_dim": 512}, None, "the scale has to be given"),
+    ({**TALL, "v_dim": 580, "scale": 1.0}, None, "v_dim 580 is not supported"),
+    ({**TALL, "scale": 1.0}, {**LATENT, "v": None}, "v is missing"),
+    ({**TALL, "v_dim": 512, "scale": 1.0}, {**LATENT, "v": LATENT["k"]}, r"expected \[.*, kv_heads, v_dim\]"),
+    ({**SMALL, "causal": True, "positions": "zigzag"}, None, "depends on the number of tokens"),
+    ({**SMALL, "causal": True}, {"q_positions": [0]}, "pass positions="),
+    ({**SMALL, "causal": True}, {"positions": [0]}, "pass q_positions="),
+    ({**SMALL, "softcap": 3.0}, {"block_table": TABLE, "lengths": [1]}, "page_size=None: plan with cache="),
+    (SMALL, {"block_table": TABLE, "lengths": [1]}, "page_size=None: plan with cache="),
+    ({**SMALL, "page_size": 1}, {"lengths": [1]}, r"page_size=1: pass Shard\(block_table="),
+    ({**SMALL, "page_size": 1}, {"block_table": TABLE}, "needs lengths="),
+    (
+        {**SMALL, "page_size": 1, "softcap": 3.0},
+        {"k": ONE[:, :0], "v": ONE[:, :0], "block_table": TABLE, "lengths": [1]},
+        r"expected \[pages, page_size, kv_heads, head_dim\]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("plan", "step", "message"), PLANNED, ids=range(len(PLANNED)))
+def test_what_a_decoder_is_not_planned_for(comm, plan, step, message):
+    with pytest.raises(ArgumentError, match=message), Decoder(comm, **arguments.plan(**plan)) as decoder:
+        decoder.local(**arguments.call(**dict.fromkeys("qkv", ONE) | (step or {})))
 
 
 #: What a Decoder is planned with so that it has a property of the table.

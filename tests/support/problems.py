@@ -89,6 +89,23 @@ class Case:
         drafts = self.drafts[0], self.drafts[0][..., :v_dim]
         return replace(self, v=self.k[..., :v_dim], drafts=drafts, v_dim=v_dim)
 
+    def of_width(self, v_dim: int) -> Case:
+        """The same rules over values of a width of their own."""
+        taken = np.arange(v_dim) * self.k.shape[3] // v_dim
+        v, drafts = (np.take(one, taken, axis=3) for one in (self.v, self.drafts[1]))
+        return replace(self, v=v, drafts=(self.drafts[0], drafts))
+
+    def part(self, queries: int, share: float) -> Case:
+        """The first queries, over a share of each sequence."""
+        stands, valid = self.q_positions[..., :queries], (np.asarray(self.valid) * share).astype(int)
+        part = {
+            "q": self.q[:, :queries],
+            "mask": self.mask[:, :queries],
+            "q_positions": stands,
+            "valid": valid,
+        }
+        return replace(self, **part)
+
     def shard(self, rank: int) -> dict[str, Any]:
         """The arguments of `rank`. What lies beyond its lengths is NaN."""
         tokens = self.k.shape[1]
