@@ -38,7 +38,7 @@ typedef float vector __attribute__((vector_size(WIDTH * 4), may_alias));
 typedef int32_t vector_int __attribute__((vector_size(WIDTH * 4), may_alias));
 typedef uint32_t vector_bits __attribute__((vector_size(WIDTH * 4), may_alias));
 
-/* Element types of q, k and v: the numbers that treeattn/backends/cpu/arguments.py passes. Floats of 8 bits: k, v
+/* Element types of q, k and v: the numbers that treeattn/backends/cpu/attention.py passes. Floats of 8 bits: k, v
  * only. */
 enum element_type { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, E4M3FN = 3, E5M2 = 4 };
 

@@ -8,7 +8,6 @@ from treeattn.backends.cpu.attention import (
     MAX_THREADS,
     ORDERS,
     PlannedAttention,
-    check_environment,
     read_order,
 )
 from treeattn.backends.cpu.bins import BinsOperator
@@ -32,7 +31,6 @@ __all__ = [
     "PlannedAttention",
     "PlannedProduct",
     "PlannedStep",
-    "check_environment",
     "compiled_kernels_problem",
     "planned_finish",
     "planned_pack",

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import CheckedTable, as_table
-from treeattn.attention.shape import CACHE_DTYPES, FLOAT8
-from treeattn.backends.cpu import arguments, bins, blocked, compile
-from treeattn.backends.cpu.arguments import Binding, planned_binding
+from treeattn.attention.shape import CACHE_DTYPES, FLOAT8, check_shapes
+from treeattn.backends.cpu import bins, blocked, compile
+from treeattn.backends.cpu.records import address, check_records, code_address
 from treeattn.backends.cpu.tables import PlannedTables
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.partial import Array
@@ -29,24 +32,61 @@ MAX_THREADS = 256
 #: enum order of kernels/cpu/attention_state.h: tokens of a block far apart in memory, or side by side.
 ORDERS = ("scattered", "neighbours")
 
-
-_SIZES = ("batch", "queries", "heads", "kv_heads", "head_dim", "v_dim", "tokens")
+# enum element_type of kernels/cpu/simd.h. uint16 stands for the bits of bfloat16.
+_ELEMENT_TYPES = {
+    np.dtype(np.float32): 0,
+    np.dtype(np.float16): 1,
+    np.dtype(ml_dtypes.bfloat16): 2,
+    np.dtype(np.uint16): 2,
+    np.dtype(ml_dtypes.float8_e4m3fn): 3,
+    np.dtype(ml_dtypes.float8_e5m2): 4,
+}
+_CACHES_ONLY = (3, 4)
+_ALIGNMENT = 64
+_INT64 = np.dtype(np.int64)
+_ANY = 1 << 62
 
 
 class _Arguments(ctypes.Structure):
-    """struct attention of kernels/cpu/partial_attention.h."""
+    """struct attention of kernels/cpu/partial_attention.h. Strides: of batch, query or token, and head."""
 
+    _sizes = ("batch", "queries", "heads", "kv_heads", "head_dim", "v_dim", "tokens")
     _fields_ = (
         [(name, ctypes.c_void_p) for name in ("q", "k", "v", "records", "lengths", "workspace")]
-        + [(name, ctypes.c_int64) for name in _SIZES]
-        + [(f"q_{axis}_stride", ctypes.c_int64) for axis in ("batch", "query", "head")]
-        + [(f"k_{axis}_stride", ctypes.c_int64) for axis in ("batch", "token", "head")]
-        + [(f"v_{axis}_stride", ctypes.c_int64) for axis in ("batch", "token", "head")]
+        + [(name, ctypes.c_int64) for name in _sizes]
+        + [(f"{name}_strides", ctypes.c_int64 * 3) for name in "qkv"]
         + [("scale", ctypes.c_float)]
         + [(name, ctypes.c_int32) for name in ("q_type", "kv_type", "threads", "order", "reproducible")]
         + [(name, ctypes.c_void_p) for name in ("visible", "k_scale", "v_scale", "block_table")]
         + [(name, ctypes.c_int64) for name in ("pages", "page_size")]
     )
+
+
+class _Binding(ctypes.Structure):
+    """struct binding of kernels/cpu/bind_arrays.c: new arrays in the place of the last ones, without Python
+    code for each. workspace: bytes that `attention` has."""
+
+    _functions = ("item", "attribute", "pointer", "release")
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _functions),
+        ("name", ctypes.py_object),
+        ("none", ctypes.py_object),
+        ("attention", ctypes.c_void_p),
+        ("workspace", ctypes.c_int64),
+    )
+
+    def call(self, kernels: ctypes.CDLL) -> Callable[[tuple[Any, ...]], int]:
+        """Called with (q, k, v, lengths), binds them and gives 0 where that is so easy; else changes
+        nothing."""
+        python = ctypes.pythonapi
+        calls = (python.PyTuple_GetItem, python.PyObject_GetAttr, python.PyCapsule_GetPointer)
+        for name, function in zip(self._functions, (*calls, python.Py_DecRef), strict=True):
+            setattr(self, name, code_address(function))
+        self.name, self.none = "__array_struct__", None
+        # The interpreter's lock is kept: its objects are asked.
+        prototype = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.py_object)
+        bind = prototype(code_address(kernels.bind_arrays))
+        return functools.partial(bind, ctypes.c_void_p(ctypes.addressof(self)))
 
 
 class PlannedAttention:
@@ -87,7 +127,7 @@ class PlannedAttention:
         arrays of uint8 carry. most_tokens: of a shard, where more are refused.
         whole_blocks: bits depend on blocks of 32 tokens, too.
         """
-        arguments.check_records(records)
+        check_records(records)
         self._most_tokens = most_tokens or _ANY
         self._records = records
         self._scale = float(scale)
@@ -101,7 +141,7 @@ class PlannedAttention:
         compiled = compile.loaded()[0]
         self._kernels = None if records.dtype == np.float64 else compiled
         self._arguments = _Arguments(
-            records=arguments.address(records),
+            records=address(records),
             scale=self._scale,
             threads=threads or process_threads(),
             order=ORDERS.index(order or read_order()),
@@ -111,12 +151,12 @@ class PlannedAttention:
         if self._tables is not None:
             self._arguments.visible = self._tables.address
         self._arguments.k_scale, self._arguments.v_scale = (
-            None if one is None else arguments.address(one) for one in self._scales
+            None if one is None else address(one) for one in self._scales
         )
         self._pointer = ctypes.byref(self._arguments)
-        self._binding = Binding(attention=ctypes.addressof(self._arguments))
+        self._binding = _Binding(attention=ctypes.addressof(self._arguments))
         if self._kernels is not None:
-            self._rebind = planned_binding(self._kernels, self._binding)
+            self._rebind = self._binding.call(self._kernels)
 
     @property
     def compiled(self) -> bool:
@@ -160,14 +200,6 @@ class PlannedAttention:
         bound = self._bound
         if block_table is not None and (bound is None or bound[3] is not block_table):
             block_table = as_table(block_table, q.shape[0])
-        same = bound is not None and bound[0] is q and bound[1] is k and bound[2] is v
-        if bound is None or not same or (bound[3] is None) != (block_table is None):
-            self._bind(q, k, v, block_table)
-        elif bound[3] is not block_table:
-            self._bind_table(k, block_table)
-            self._bound = q, k, v, block_table
-        tokens = k.shape[1] if block_table is None else k.shape[1] * block_table.shape[1]
-        check_tokens(tokens, self._most_tokens)
         if self._tables is not None:
             self._tables.follow()
             lengths = None
@@ -175,31 +207,34 @@ class PlannedAttention:
                 raise RestrictionError(
                     "a mask is of draft tokens, which are dealt out one by one: plan reproducible='tokens'"
                 )
-        if bound is None or lengths is not self._lengths:
+        if bound is None or any(map(operator.is_not, bound, (q, k, v, block_table))):
+            self._bind(q, k, v, block_table)
+            lengths = self._bind_lengths(lengths, q)
+        elif lengths is not self._lengths:
             lengths = self._bind_lengths(lengths, q)
         if block_table is not None:
             self._pages = self._pages or CheckedTable()
             self._pages.check(block_table, k.shape[:2], lengths, self._mask)
         if self._kernels is None:
-            arguments.check_lengths(lengths, tokens)
-            if k.dtype == np.uint8 and self._bits is not None:
-                k, v = k.view(self._bits), v.view(self._bits)
-            attend: Callable[..., None] = blocked.partial_attention
-            if self._arguments.reproducible:
-                attend = functools.partial(bins.attend, whole_blocks=self._arguments.reproducible == 2)
-            attend(
-                *(q, k, v, self._records),
-                *self._scales,
-                scale=self._scale,
-                lengths=lengths,
-                tables=self._mask,
-                block_table=block_table,
-            )
+            self._attend_by_numpy(q, k, v, lengths, block_table)
         elif row := self._kernels.partial_attention(self._pointer):
-            arguments.check_lengths(lengths, tokens)
+            tokens = int(self._arguments.tokens)
+            _check_lengths(lengths, tokens)
             raise ArgumentError(
                 f"sequence {row - 1} sees tokens beyond the {tokens} of these arrays: look at them first"
             )
+
+    def _attend_by_numpy(
+        self, q: Array, k: Array, v: Array, lengths: Array | None, block_table: Array | None
+    ) -> None:
+        _check_lengths(lengths, int(self._arguments.tokens))
+        if k.dtype == np.uint8 and self._bits is not None:
+            k, v = k.view(self._bits), v.view(self._bits)
+        attend: Callable[..., None] = blocked.partial_attention
+        if self._arguments.reproducible:
+            attend = functools.partial(bins.attend, whole_blocks=self._arguments.reproducible == 2)
+        given = {"lengths": lengths, "tables": self._mask, "block_table": block_table}
+        attend(q, k, v, self._records, *self._scales, scale=self._scale, **given)
 
     def _torn(self) -> bool:
         """Whether there may be parts of blocks on other ranks."""
@@ -207,34 +242,24 @@ class PlannedAttention:
 
     def _bind(self, q: Array, k: Array, v: Array, block_table: Array | None) -> None:
         self._bound = None
-        paged = block_table is not None
-        types = arguments.check_inputs(q, k, v, self._records, self._bits, paged=paged)
+        a, paged = self._arguments, block_table is not None
+        check_shapes(q, k, v, self._records, paged=paged)
+        a.q_type, a.kv_type = _element_types(q, k, v, self._records, self._bits)
         for scales in self._scales:
             if scales is not None and scales.shape != k.shape[2:3]:
                 raise ArgumentError(f"{len(scales)} scales for {k.shape[2]} KV heads: one for each is needed")
-        if self._kernels is not None:
-            a = self._arguments
-            a.q, a.k, a.v = arguments.address(q), arguments.address(k), arguments.address(v)
-            a.batch, a.queries, a.heads, a.head_dim = q.shape
-            a.v_dim = v.shape[3]
-            a.tokens, a.kv_heads = k.shape[1:3]
-            a.q_batch_stride, a.q_query_stride, a.q_head_stride = q.strides[:3]
-            a.k_batch_stride, a.k_token_stride, a.k_head_stride = k.strides[:3]
-            a.v_batch_stride, a.v_token_stride, a.v_head_stride = v.strides[:3]
-            a.q_type, a.kv_type = types
-            self._bind_table(k, block_table)
-        self._bound = (q, k, v, block_table)
-
-    def _bind_table(self, k: Array, block_table: Array | None) -> None:
-        if self._kernels is None:
-            return
-        a = self._arguments
-        a.block_table = None
+        a.block_table, a.pages, a.page_size = None, 1, k.shape[1]
         if block_table is not None:
-            a.block_table, a.page_size = arguments.address(block_table), k.shape[1]
-            a.pages = block_table.shape[1]
-            a.tokens = a.pages * a.page_size
-        self._reserve(self._kernels.attention_workspace(self._pointer))
+            a.block_table, a.pages = address(block_table), block_table.shape[1]
+        a.tokens = a.pages * a.page_size
+        check_tokens(a.tokens, self._most_tokens)
+        if self._kernels is not None:
+            a.q, a.k, a.v = map(address, (q, k, v))
+            a.batch, a.queries, a.heads, a.head_dim = q.shape
+            a.kv_heads, a.v_dim = k.shape[2], v.shape[3]
+            a.q_strides, a.k_strides, a.v_strides = q.strides[:3], k.strides[:3], v.strides[:3]
+            self._reserve(self._kernels.attention_workspace(self._pointer))
+        self._bound = (q, k, v, block_table)
 
     def _bind_lengths(self, lengths: Array | None, q: Array) -> Array | None:
         self._lengths = None
@@ -244,7 +269,7 @@ class PlannedAttention:
         lengths = np.ascontiguousarray(lengths, np.int64)
         if lengths.shape != q.shape[:1]:
             raise ArgumentError(f"lengths has shape {lengths.shape}: one for each of {q.shape[0]} batch rows")
-        self._arguments.lengths = arguments.address(lengths)
+        self._arguments.lengths = address(lengths)
         # Perhaps a converted copy, which no argument ever is: it is made anew in the next call.
         self._lengths = lengths
         return lengths
@@ -252,7 +277,7 @@ class PlannedAttention:
     def _reserve(self, size: int) -> None:
         if self._workspace.nbytes < size + _ALIGNMENT:
             self._workspace = np.empty(size + size // 8 + _ALIGNMENT, np.uint8)
-            start = arguments.address(self._workspace)
+            start = address(self._workspace)
             self._arguments.workspace = start + -start % _ALIGNMENT
             self._binding.workspace = self._workspace.nbytes - _ALIGNMENT
 
@@ -270,14 +295,29 @@ def _scales(given: Sequence[float] | None) -> Array | None:
     return None if given is None else np.array(given, np.float32)
 
 
-_ALIGNMENT = 64
-_INT64 = np.dtype(np.int64)
-_ANY = 1 << 62
+def _check_lengths(lengths: Array | None, tokens: int) -> None:
+    for b, length in enumerate(() if lengths is None else lengths):
+        if not 0 <= length <= tokens:
+            raise ArgumentError(f"lengths[{b}] = {length} is not in 0..{tokens}, the tokens of this shard")
 
 
-def check_environment() -> None:
-    """Raise `ArgumentError` for settings that cannot be used, before anything is planned with them."""
-    process_threads()
+def _element_types(
+    q: Array, k: Array, v: Array, records: Array, bits: np.dtype[Any] | None
+) -> tuple[int, int]:
+    """Of q, and of k and v, for the kernel. bits: what k and v of uint8 carry. Raises `ArgumentError`, also
+    for elements that do not lie side by side."""
+    for name, array in (("q", q), ("k", k), ("v", v)):
+        if array.strides[3] != array.itemsize and array.shape[3] > 1 and array.size:
+            raise ArgumentError(f"the last axis of {name} must be contiguous")
+    if records.dtype == np.float64:
+        return 0, 0
+    types = [_ELEMENT_TYPES.get(one) for one in (q.dtype, bits if bits and k.dtype == np.uint8 else k.dtype)]
+    if types[0] is None or types[1] is None or types[0] in _CACHES_ONLY:
+        raise ArgumentError(
+            f"q {q.dtype}, k {k.dtype}: with float32 records they are float32, float16 or bfloat16, and k "
+            "may be float8_e4m3fn or float8_e5m2"
+        )
+    return types[0], types[1]
 
 
 def read_order() -> str:

@@ -43,7 +43,6 @@ _FLAGS = (
     *("-std=gnu11", "-O3", "-ffp-contract=off", "-fno-math-errno", "-falign-loops=64"),
     *("-fPIC", "-shared", "-pthread"),
 )
-_SUFFIXES = (".c", ".h")
 # What the functions that Python calls return, where that is not an int.
 _RESULTS = {
     "partial_attention attention_workspace decode_step run_step": ctypes.c_int64,
@@ -121,94 +120,58 @@ def library(isa: str) -> ctypes.CDLL:
 
 
 def library_path(isa: str) -> Path:
-    """The file with the kernels for one instruction set, compiled now if it is not there or damaged.
+    """The file with the kernels for one instruction set, compiled now if it is not there.
 
-    One process of a machine compiles while the others wait. The file appears whole or not at all, and is
-    read once before it is loaded: to load a truncated one would end the process with a bus error.
-    Where there is no compiler, as on the compute nodes of some clusters, what another machine with
-    the same cache folder compiled from the same sources serves too.
+    One process of a machine compiles while the others wait. The file appears whole or not at all. Where there
+    is no compiler, as on the compute nodes of some clusters, what another machine with the same cache folder
+    compiled from the same sources serves too.
     """
-    compiler, sources = _compiler(), _sources()
-    flags = *_FLAGS, *ISA_FLAGS[isa]
-    stem = f"kernels-{isa}-{_digest(platform.machine(), platform.system(), *flags, sources)}"
+    try:
+        compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    except ValueError as error:
+        raise BackendError(f"CC={os.environ['CC']} cannot be read as a command: {error}") from None
+    files = [file for file in kernel_folder("cpu").iterdir() if file.suffix in (".c", ".h")]
+    sources, flags = {file.name: file.read_bytes() for file in sorted(files)}, (*_FLAGS, *ISA_FLAGS[isa])
+    stem = (
+        f"kernels-{isa}-{_digest(platform.machine(), platform.system(), *flags, *sources, *sources.values())}"
+    )
+    folder = _chosen_folder()
     try:
         version = _run([*compiler, "--version"])
     except BackendError:
-        built = [path for path in sorted(_chosen_folder().glob(f"{stem}-*.so")) if _is_whole(path)]
+        built = sorted(folder.glob(f"{stem}-*.so"))
         if not built:
             raise
         return built[0]
     name = f"{stem}-{_digest(*compiler, version)}.so"
-    path = _chosen_folder() / name
-    if _is_whole(path):
-        return path
-    path = _writable_folder() / name
-    with (path.parent / f"compiling-on-{platform.node()}.lock").open("a") as lock:
-        with contextlib.suppress(OSError):  # without working locks several compile: harmless
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _is_whole(path):
-            _compile([*compiler, *flags], sources, path)
-    return path  # closing the file gave the lock back
+    if not (folder / name).exists():
+        folder = _writable(folder)
+        with (folder / f"compiling-on-{platform.node()}.lock").open("a") as lock:
+            with contextlib.suppress(OSError):  # without working locks several compile: harmless
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / name).exists():
+                inputs = [str(file) for file in files if file.suffix == ".c"]
+                _compile([*compiler, *flags, *inputs, "-lm"], folder / name)
+    return folder / name  # closing the file gave the lock back
 
 
-def _compiler() -> list[str]:
-    """The command that ``CC`` names."""
-    try:
-        return shlex.split(os.environ.get("CC", "")) or ["cc"]
-    except ValueError as error:
-        raise BackendError(f"CC={os.environ['CC']} cannot be read as a command: {error}") from None
-
-
-def _sources() -> dict[str, bytes]:
-    """Name and content of every C source and header, sorted by name."""
-    files = [file for file in kernel_folder("cpu").iterdir() if file.name.endswith(_SUFFIXES)]
-    return {file.name: file.read_bytes() for file in sorted(files, key=lambda file: file.name)}
-
-
-def _digest(*parts: str | dict[str, bytes]) -> str:
+def _digest(*parts: str | bytes) -> str:
     digest = hashlib.sha256()
     for part in parts:
-        for name, content in part.items() if isinstance(part, dict) else [(part, b"")]:
-            digest.update(f"{name}\0{len(content)}\0".encode() + content)
+        content = part.encode() if isinstance(part, str) else part
+        digest.update(b"%d:" % len(content) + content)
     return digest.hexdigest()[:16]
 
 
-def _compile(command: list[str], sources: dict[str, bytes], path: Path) -> None:
-    with tempfile.TemporaryDirectory(prefix="treeattn-build-") as build:
-        for name, content in sources.items():
-            (Path(build) / name).write_bytes(content)
-        inputs = [str(Path(build) / name) for name in sources if name.endswith(".c")]
-        # The unfinished file lies beside the finished one: a rename within a file system is atomic.
-        descriptor, unfinished = tempfile.mkstemp(prefix=path.stem + "-", suffix=".tmp", dir=path.parent)
-        try:
-            os.close(descriptor)
-            _run([*command, "-o", unfinished, *inputs, "-lm"])
-            _seal(Path(unfinished))
-            os.chmod(unfinished, 0o755)
-            os.replace(unfinished, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.unlink(unfinished)
-            raise
-
-
-def _seal(path: Path) -> None:
-    """Append the digest that `_is_whole` looks for, where no loader minds it, and wait for the disc."""
-    digest = hashlib.sha256(path.read_bytes()).digest()
-    with path.open("ab") as file:
-        file.write(digest)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _is_whole(path: Path) -> bool:
-    """Whether a compiled file is there and every byte of it is what the compiler wrote."""
-    try:
-        content = path.read_bytes()
-    except OSError:
-        return False
-    size = hashlib.sha256().digest_size
-    return content[-size:] == hashlib.sha256(content[:-size]).digest()
+def _compile(command: list[str], path: Path) -> None:
+    # What is unfinished lies on the same file system, where a rename is atomic, and is on the disc by then.
+    with tempfile.TemporaryDirectory(prefix="unfinished-", dir=path.parent) as folder:
+        unfinished = Path(folder) / path.name
+        _run([*command, "-o", str(unfinished)])
+        unfinished.chmod(0o755)
+        with unfinished.open("rb") as file:
+            os.fsync(file.fileno())
+        unfinished.replace(path)
 
 
 def _run(command: list[str]) -> str:
@@ -268,9 +231,8 @@ def _open_to_all(folder: Path) -> bool:
     return False
 
 
-def _writable_folder() -> Path:
+def _writable(folder: Path) -> Path:
     """The chosen folder, created if need be; a private one if the default cannot be written."""
-    folder = _chosen_folder()
     try:
         folder.mkdir(mode=0o755, parents=True, exist_ok=True)  # whatever the umask leaves to a group
         with tempfile.TemporaryFile(dir=folder):

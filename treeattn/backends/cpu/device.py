@@ -15,10 +15,18 @@ from treeattn.attention import arrays, pages
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import BlockTable
 from treeattn.attention.shape import Shape, as_tensor, bits_of
-from treeattn.backends.cpu import arguments, compile
-from treeattn.backends.cpu.attention import PlannedAttention, check_environment
+from treeattn.backends.cpu import compile
+from treeattn.backends.cpu.attention import PlannedAttention, process_threads
 from treeattn.backends.cpu.multiply_rows import PlannedProduct
-from treeattn.backends.cpu.records import MergeOperator, planned_finish, planned_pack, planned_scale
+from treeattn.backends.cpu.records import (
+    MergeOperator,
+    address,
+    code_address,
+    planned,
+    planned_finish,
+    planned_pack,
+    planned_scale,
+)
 from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.reducer import NativeStep, Reducer
 from treeattn.partial import Array
@@ -67,7 +75,7 @@ class Cpu:
 
     def check_shape(self, shape: Shape) -> None:
         """Every shape is served; settings of the environment may be wrong."""
-        check_environment()
+        process_threads()
 
     def slow_because(self) -> str | None:
         return compile.compiled_kernels_problem()
@@ -198,12 +206,12 @@ class PlannedStep:
         self._takes = attention.takes
         self._owned = attention, records, out, lse
         self._struct = _Step(
-            *(attention.address, *native[:3], arguments.code_address(finish)),
-            *(*map(arguments.address, (records, out, lse)), *records.shape),
+            *(attention.address, *native[:3], code_address(finish)),
+            *(*map(address, (records, out, lse)), *records.shape),
         )
         self._call = functools.partial(compiled.decode_step, ctypes.byref(self._struct))
         self._step = native.as_step(self._call)
-        self._finish = arguments.planned(finish, records, out, lse, *records.shape)
+        self._finish = planned(finish, records, out, lse, *records.shape)
 
     def __call__(self, q: Array, k: Array, v: Array, lengths: Array | None = None) -> bool:
         """One step. False: nothing was done, since these arrays or the state of the reducer need a closer

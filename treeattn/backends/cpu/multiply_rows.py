@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 
 from treeattn.backends.cpu import compile
-from treeattn.backends.cpu.arguments import address
 from treeattn.backends.cpu.attention import process_threads
+from treeattn.backends.cpu.records import address
 from treeattn.errors import BackendError
 from treeattn.partial import Array
 

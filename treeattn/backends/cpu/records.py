@@ -1,6 +1,6 @@
 """What is done with records on the processor: parts of other kernels packed, merged, finished into results.
 
-Compiled kernels, or NumPy, to the same bits.
+Compiled kernels, or NumPy, to the same bits. Here is also how C functions are given arrays and one another.
 """
 
 from __future__ import annotations
@@ -14,11 +14,60 @@ import ml_dtypes
 import numpy as np
 
 from treeattn import bins, partial
-from treeattn.backends.cpu import arguments, compile
-from treeattn.backends.cpu.arguments import code_address
+from treeattn.backends.cpu import compile
 from treeattn.collectives.runtime.operator import Columns, NativeCode
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.partial import Array
+
+
+class _ArrayInterface(ctypes.Structure):
+    """PyArrayInterface, the C structure of NumPy's array interface protocol, up to what is read of it."""
+
+    _fields_ = (
+        *((name, ctypes.c_int) for name in ("two", "nd")),
+        ("typekind", ctypes.c_char),
+        *((name, ctypes.c_int) for name in ("itemsize", "flags")),
+        *((name, ctypes.c_void_p) for name in ("shape", "strides", "data")),
+    )
+
+
+_interface = ctypes.PYFUNCTYPE(ctypes.POINTER(_ArrayInterface), ctypes.py_object, ctypes.c_char_p)(
+    ("PyCapsule_GetPointer", ctypes.pythonapi)
+)
+
+
+def address(array: Array) -> int:
+    """Where an array's first element lies: `array.ctypes.data` in half the time, for a decoder's step."""
+    capsule = array.__array_struct__  # owns what the pointer leads to
+    data: int = _interface(capsule, None).contents.data
+    return data
+
+
+def code_address(function: Any) -> int:
+    """Where the code of a C function begins; 0 for None."""
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+def planned(function: Callable[..., object], *given: Array | int) -> Callable[[], object]:
+    """A call of a C function that takes addresses of arrays, tied to its life, and 64-bit integers."""
+    call = functools.partial(
+        function,
+        *(ctypes.c_int64(one) if isinstance(one, int) else ctypes.c_void_p(address(one)) for one in given),
+    )
+    call.arrays = given  # type: ignore[attr-defined]
+    return call
+
+
+def check_records(records: Array) -> None:
+    """Raise `ArgumentError` unless they are [batch, heads, queries, head_dim + 2], or those of
+    `treeattn.bins`."""
+    if records.ndim != 4 or records.shape[3] <= partial.EXTRA:
+        raise ArgumentError(
+            f"records have shape {records.shape}: [batch, heads, queries, head_dim + 2] is needed"
+        )
+    if records.dtype not in (np.float32, np.float64, np.int64) or not records.flags.c_contiguous:
+        raise ArgumentError("records must be C-contiguous, float32, float64, or of treeattn.bins int64")
+
 
 _NEEDED = ", which mpi_allreduce needs: take a scheme with a schedule, such as recursive_doubling"
 
@@ -46,7 +95,7 @@ class MergeOperator:
         if compiled is None or self.dtype == np.float64:
             return functools.partial(self._by_numpy, into, other)
         merge = getattr(compiled, self._merge)
-        return arguments.planned(merge, into, other, into.size // self.width, self.width)
+        return planned(merge, into, other, into.size // self.width, self.width)
 
     def columns(self, records: Array) -> Columns:
         """Maximum, denominator and numerator of records [records, width], as views."""
@@ -67,7 +116,7 @@ class MergeOperator:
         given: list[Array | int] = [records, maxima]
         for array in (denominators, numerators):
             given += array, array.strides[0] // array.itemsize
-        return arguments.planned(compiled.rescale_records, *given, *records.shape)
+        return planned(compiled.rescale_records, *given, *records.shape)
 
     def native_code(self) -> NativeCode:
         """The compiled merge and the step that calls it. Raises `BackendError` where there is none: of
@@ -112,18 +161,22 @@ def planned_finish(records: Array, out: Array, lse: Array) -> Callable[[], objec
     """A call that turns records [batch, heads, queries, head_dim + 2], or those of `treeattn.bins`, into out
     [batch, queries, heads, head_dim] and lse [batch, heads, queries], as `treeattn.partial.finish` does, to
     the bit. All C-contiguous, of one type (float32 for int64); none ever moves. Raises `ArgumentError`."""
-    arguments.check_records(records)
+    check_records(records)
     batch, heads, queries, width = records.shape
     whole = records.dtype == np.int64
     v_dim = (width - bins.EXTRA) // 2 if whole else width - partial.EXTRA
     dtype = np.dtype(np.float32) if whole else records.dtype
-    arguments.check_output("out", out, (batch, queries, heads, v_dim), dtype)
-    arguments.check_output("lse", lse, (batch, heads, queries), dtype)
+    shapes = {"out": (out, (batch, queries, heads, v_dim)), "lse": (lse, (batch, heads, queries))}
+    for name, (array, shape) in shapes.items():
+        if array.shape != shape or array.dtype != dtype or not array.flags.c_contiguous:
+            raise ArgumentError(
+                f"{name} must be C-contiguous {dtype} of shape {shape}, not {array.dtype} {array.shape}"
+            )
     compiled = compile.loaded()[0]
     if compiled is None or records.dtype == np.float64:
         return functools.partial(bins.finish if whole else partial.finish, records, out, lse)
     finish = compiled.finish_bins if whole else compiled.finish
-    return arguments.planned(finish, records, out, lse, *records.shape)
+    return planned(finish, records, out, lse, *records.shape)
 
 
 def planned_pack(records: Array, factor: float) -> Callable[[Array, Array], None]:

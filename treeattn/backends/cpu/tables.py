@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 
 from treeattn.attention.mask_tables import MaskTables
-from treeattn.backends.cpu import arguments
+from treeattn.backends.cpu.records import address
 
 
 class _Tables(ctypes.Structure):
@@ -30,10 +30,10 @@ class PlannedTables:
         self._mask = mask
         self._owned = [mask.intervals, mask.q_positions, mask.draft_begins, slopes]
         self._tables = _Tables(
-            intervals=arguments.address(mask.intervals),
-            q_positions=arguments.address(mask.q_positions),
-            draft_begins=arguments.address(mask.draft_begins),
-            slopes=None if slopes is None else arguments.address(slopes),
+            intervals=address(mask.intervals),
+            q_positions=address(mask.q_positions),
+            draft_begins=address(mask.draft_begins),
+            slopes=None if slopes is None else address(slopes),
             softcap=rules.softcap or 0,
         )
         self._version = -1
@@ -51,7 +51,7 @@ class PlannedTables:
             return
         self._version = mask.version
         runs, words, drafts, tables = mask.runs.table, mask.mask, mask.draft_positions, self._tables
-        tables.runs, tables.run_count = arguments.address(runs), len(runs)
-        tables.mask, tables.mask_words = arguments.address(words), words.shape[2]
-        tables.draft_positions, tables.drafts = arguments.address(drafts), mask.drafts
+        tables.runs, tables.run_count = address(runs), len(runs)
+        tables.mask, tables.mask_words = address(words), words.shape[2]
+        tables.draft_positions, tables.drafts = address(drafts), mask.drafts
         self._replaceable = runs, words, drafts
