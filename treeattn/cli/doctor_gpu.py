@@ -11,7 +11,7 @@ import importlib.metadata
 import re
 import warnings
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from treeattn.backends.cuda import cupy_runtime
@@ -19,55 +19,23 @@ from treeattn.backends.cuda import driver as cuda_driver
 from treeattn.backends.cuda.driver import Driver
 from treeattn.cli import probe
 from treeattn.cli.probe import Finding
-from treeattn.errors import TreeattnError
+from treeattn.errors import BackendError, TreeattnError
 from treeattn.mpi import library
 
 _CUPY = re.compile(r"cupy(-cuda\d+x|-rocm.*)?")
 
-# Each rank sends device memory to the other and looks at what arrived.
-_DEVICE_POINTERS = """
-import cupy, numpy
+# Two ranks decode: of each one token, whose value is its rank. Records of 270 kB, which no library sends
+# eagerly.
+_TRIAL = """
+import cupy, treeattn
 from mpi4py import MPI
-world = MPI.COMM_WORLD
-with cupy.cuda.Device(world.rank % cupy.cuda.runtime.getDeviceCount()):
-    numbers = numpy.arange(70000, dtype="f4")
-    sent, got = cupy.asarray(numbers + world.rank), cupy.zeros(70000, "f4")
-    cupy.cuda.Device().synchronize()
-    world.Sendrecv([sent, MPI.FLOAT], 1 - world.rank, recvbuf=[got, MPI.FLOAT], source=1 - world.rank)
-    print("right" if (got.get() == numbers + 1 - world.rank).all() else "wrong")
-"""
-
-# Two ranks reduce by a step of transport='peer', in which each polls and reads the other's memory; after five
-# seconds without the other it leaves NaN.
-_PEER_MEMORY = """
-import numpy
-from mpi4py import MPI
-from treeattn import collectives
-from treeattn.backends import cuda
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.collectives import program
-from treeattn.collectives.check import prove
-world = MPI.COMM_WORLD
-cupy_runtime.choose(world.rank)
-gpu, schedule = cupy_runtime.current(), collectives.build("all_gather_merge", 2)
-operator = cuda.MergeOperator(64, runtime=gpu)
-plan = program.plan(schedule, prove(schedule), world.rank, 16, granularity=1, node=(0, 1))
-mine, handle = gpu.expose(operator.window_bytes(plan))
-theirs = gpu.open_exposed(world.sendrecv(handle, 1 - world.rank, source=1 - world.rank))
-records = gpu.empty((16, 66), numpy.float32)
-gpu.upload(records, numpy.repeat(numpy.float32([[0, 1] + [world.rank + 1] * 64]), 16, axis=0))
-windows = [theirs, mine] if world.rank else [mine, theirs]
-step = operator.planned_gets(records, plan, windows, 5.0, operator.resident_blocks(16))
-world.Barrier()
-step()
-found = numpy.empty((16, 66), numpy.float32)
-gpu.copy(found, records)
-gpu.synchronize()
-print("right" if (found == [0, 2] + [3] * 64).all() else "wrong")
-world.Barrier()
-gpu.close_exposed(theirs)
-world.Barrier()
-gpu.withdraw(mine)
+rank = MPI.COMM_WORLD.rank
+cupy_runtime.choose(rank)
+q, v = (cupy.full((1, 1, 1024, 64), value, "f4") for value in (0, rank))
+how = treeattn.Reduction("all_gather_merge", {transport!r})
+out, _ = treeattn.decode(q, q, v, device="cuda", scheme=how)
+print("right" if (cupy.asnumpy(out) == 0.5).all() else "wrong")
 """
 
 
@@ -83,9 +51,24 @@ def findings() -> Iterator[Finding]:
             yield Finding(name, "missing", "not asked: it is reached through CuPy")
     usable = driver is not None and bool(driver.gpus) and cupy is not None
     if usable:
-        yield _kernels()
-        yield _peer_memory()
-    yield _mpi(usable)
+        yield _asked("CUDA kernels", _one_kernel)
+        yield _asked("Peer memory", lambda: _trial("peer"), (
+            "for transport='peer': GPUs with peer access (nvidia-smi topo -p2p r), no MIG partitions, and in "
+            "containers the IPC and PID namespaces of the host"
+        ))  # fmt: skip
+    yield _asked(
+        "CUDA-aware MPI",
+        lambda: _cuda_aware(usable),
+        "not needed for transport='host' or 'nccl'; else load an MPI library that is built with CUDA",
+    )
+
+
+def _asked(subject: str, ask: Callable[[], str], remedy: str = "") -> Finding:
+    """What is there, or the first line of whatever is raised."""
+    try:
+        return Finding(subject, "ok", ask())
+    except Exception as error:
+        return Finding(subject, "missing", _first_line(error), remedy)
 
 
 def _driver() -> Generator[Finding, None, Driver | None]:
@@ -138,75 +121,56 @@ def _cupy(driver: Driver | None) -> Generator[Finding, None, Any]:
 
 def _nvrtc(cupy: Any, driver: Driver | None) -> Finding:
     major = cupy.cuda.runtime.runtimeGetVersion() // 1000
-    wheel = f"pip install 'nvidia-cuda-nvrtc{'-cu12' if major == 12 else ''}=={major}.*'"
-    try:
-        version = cupy.cuda.nvrtc.getVersion()
-    except Exception as error:
-        return Finding("NVRTC", "missing", f"does not load: {_first_line(error)}", wheel)
-    what = "version {}.{}".format(*version)
-    if driver is not None and version[0] > driver.cuda[0]:
-        return Finding("NVRTC", "missing", f"{what} compiles for newer drivers than this one", wheel)
-    return Finding("NVRTC", "ok", what)
+
+    def version() -> str:
+        found = cupy.cuda.nvrtc.getVersion()
+        what = "version {}.{}".format(*found)
+        if driver is not None and found[0] > driver.cuda[0]:
+            raise BackendError(f"{what} compiles for newer drivers than this one")
+        return what
+
+    return _asked(
+        "NVRTC", version, f"pip install 'nvidia-cuda-nvrtc{'-cu12' if major == 12 else ''}=={major}.*'"
+    )
 
 
 def _nccl(cupy: Any) -> Finding:
     major = cupy.cuda.runtime.runtimeGetVersion() // 1000
-    remedy = f"for transport='nccl': pip install 'treeattn[nccl{major}]'"
-    try:
+
+    def version() -> str:
         nccl = _imported("cupy.cuda.nccl")
         if not nccl.available:
-            return Finding("NCCL", "missing", "libnccl.so.2 does not load", remedy)
-        version = nccl.get_version()
-    except Exception as error:
-        return Finding("NCCL", "missing", f"does not load: {_first_line(error)}", remedy)
-    return Finding("NCCL", "ok", f"version {version // 10000}.{version // 100 % 100}.{version % 100}")
+            raise BackendError("libnccl.so.2 does not load")
+        found = nccl.get_version()
+        return f"version {found // 10000}.{found // 100 % 100}.{found % 100}"
+
+    return _asked("NCCL", version, f"for transport='nccl': pip install 'treeattn[nccl{major}]'")
 
 
-def _kernels() -> Finding:
-    """Compile one kernel and load it on the GPU."""
-    try:
-        cupy_runtime.current().kernel("finish", "finish")
-    except Exception as error:
-        return Finding("CUDA kernels", "missing", _first_line(error))
-    return Finding("CUDA kernels", "ok", "one was compiled and loaded")
+def _one_kernel() -> str:
+    cupy_runtime.current().kernel("finish", "finish")
+    return "one was compiled and loaded"
 
 
-def _peer_memory() -> Finding:
-    """A trial: whether GPUs have peer access, and containers let processes share it, is known afterwards."""
-    subject, launcher = "Peer memory", probe.launcher()
-    remedy = (
-        "for transport='peer': GPUs with peer access (nvidia-smi topo -p2p r), no MIG partitions, and in "
-        "containers the IPC and PID namespaces of the host"
-    )
-    if launcher is None:
-        return Finding(subject, "missing", "not tried: no launcher")
-    printed, problem = probe.in_two_ranks(launcher, _PEER_MEMORY)
-    if printed == "rightright":
-        return Finding(subject, "ok", "two ranks reduced in each other's GPU memory")
-    return Finding(
-        subject, "missing", f"two ranks cannot reduce in each other's: {problem or printed}", remedy
-    )
-
-
-def _mpi(gpu: bool) -> Finding:
-    """What the MPI library says of device pointers, and where it says yes, a trial."""
-    subject, launcher = "CUDA-aware MPI", probe.launcher()
-    remedy = "not needed for transport='host' or 'nccl'; else load an MPI library that is built with CUDA"
-    try:
-        aware = library.cuda_aware()
-    except TreeattnError as error:
-        return Finding(subject, "missing", _first_line(error))
+def _cuda_aware(usable: bool) -> str:
+    """A library that claims it wrongly ends the trial by a crash."""
+    aware = library.cuda_aware()
     if not aware:
-        what = "the library cannot tell" if aware is None else "it is not"
-        return Finding(subject, "missing", what, remedy)
-    if not gpu or launcher is None:
-        lacking = "launcher" if gpu else "usable GPU"
-        return Finding(subject, "missing", f"the library says that it is; not tried: no {lacking}")
-    printed, problem = probe.in_two_ranks(launcher, _DEVICE_POINTERS)
-    if printed == "rightright":
-        return Finding(subject, "ok", "two ranks exchanged device memory")
-    what = f"the library says that it is, a trial fails: {problem or printed}"
-    return Finding(subject, "missing", what, remedy)
+        raise BackendError("the library cannot tell" if aware is None else "it is not")
+    if not usable:
+        raise BackendError("the library says that it is; not tried: no usable GPU")
+    return _trial("cuda-mpi")
+
+
+def _trial(transport: str) -> str:
+    """Whether GPUs have peer access, and containers let processes share it, is known afterwards."""
+    launcher = probe.launcher()
+    if launcher is None:
+        raise BackendError("not tried: no launcher")
+    printed, problem = probe.in_two_ranks(launcher, _TRIAL.format(transport=transport))
+    if printed != "rightright":
+        raise BackendError(f"two ranks cannot decode by it: {problem or printed}")
+    return "two ranks decoded by it"
 
 
 def _builds() -> dict[str, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from treeattn.backends import device as devices
-from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError
@@ -22,6 +21,8 @@ def own_device(world: Communicator, name: str) -> tuple[Device, str | None]:
 
     def place() -> Any:
         if name == "cuda":
+            from treeattn.backends.cuda import cupy_runtime  # loaded where GPUs are asked for
+
             problem = cupy_runtime.problem()
             if problem is not None:
                 raise ArgumentError(problem)
@@ -31,9 +32,7 @@ def own_device(world: Communicator, name: str) -> tuple[Device, str | None]:
     device = collectively(world, place)
     if device.name == "cpu":
         return device, None
-    from treeattn.decoder import (
-        gpu_reducers,  # what moves records between GPUs is loaded where there are some
-    )
+    from treeattn.decoder import gpu_reducers
 
     shared = gpu_reducers.shared_gpu(world, device.runtime)
     return device, f"{shared}: times include waiting for each other" if shared else None

@@ -38,7 +38,7 @@ def in_two_ranks(launcher: str, program: str) -> tuple[str, str | None]:
         name: value
         for name, value in os.environ.items()
         if not name.startswith(("PMI", "OMPI_", "HYDI", "MPI_", "SLURM_"))
-    } | dict.fromkeys(AS_ROOT, "1")
+    } | {**dict.fromkeys(AS_ROOT, "1"), "TREEATTN_TIMEOUT": "30"}
     command = [launcher, "-n", "2", sys.executable, "-c", program]
     try:
         done = subprocess.run(

@@ -24,8 +24,7 @@ _READINGS = {
 
 
 class CupyStopwatch:
-    """A `treeattn.study.roofline.cuda.Stopwatch` on CuPy's current device. Raises `BackendError` without
-    CuPy, driver or GPU."""
+    """Times what is queued on CuPy's current device. Raises `BackendError` without CuPy, driver or GPU."""
 
     def __init__(self) -> None:
         """On the device that is current now."""

@@ -9,11 +9,10 @@ from typing import Any
 from treeattn.attention.shape import Shape
 from treeattn.backends import device as devices
 from treeattn.collectives.runtime.communicator import MpiCommunicator
-from treeattn.collectives.runtime.cuda_graph import CudaGraphReducer
 from treeattn.collectives.runtime.memory import HOST, Memory
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder import Decoder, gpu_reducers
+from treeattn.decoder import Decoder
 from treeattn.decoder.plan import LocalPlan
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.request import Reduction, Request
@@ -86,6 +85,9 @@ def _by_way_of_the_host(comm: Any, memory: Any, mine: Array) -> Callable[[], obj
 
 def _nccl_sum(reduction: ReductionSpec, mine: Array) -> Reducer:
     """ncclAllReduce in place, as one CUDA graph from the second step on, as schedules are."""
+    from treeattn.collectives.runtime.cuda_graph import CudaGraphReducer
+    from treeattn.decoder import gpu_reducers  # loaded where there are GPUs
+
     connected = gpu_reducers.connected_by_nccl(reduction.comm, reduction.memory)
     return CudaGraphReducer(SUM, connected, reduction.memory, lambda: connected.all_reduce(mine, "sum"))
 

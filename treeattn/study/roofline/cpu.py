@@ -42,27 +42,30 @@ def measure(
 ) -> dict[str, Any]:
     """Measure a decoding step: one query, 8 KV heads, head_dim 128, cache as [1, tokens, heads, head_dim].
 
-    Args:
-        tokens: length of the context.
-        dtypes: names from `DTYPES`.
-        groups: numbers of query heads per KV head.
-        threads: numbers of threads.
-        repeats: how often limits and attention are run in turn; the best of each counts.
-        progress: called with a line of text for each row.
+    tokens: length of the context. dtypes: names from `DTYPES`. groups: numbers of query heads per KV head.
+    threads: numbers of threads. repeats: how often limits and attention are run in turn; the best of each
+    counts. progress: called with a line of text for each row.
 
-    Returns:
-        A dictionary for JSON. ``read_rate_gb_s``: what one core reads at best, in 10^9 bytes per
-        second; ``reader``: in which way. ``rows``: for each case ``dtype``, ``group``, ``tokens``,
-        ``threads``; ``gb_s``: bytes of the cache per second; ``percent_of_read_rate``: of one core's
-        beside this case; ``percent_of_bound``: of the slower of reading and arithmetic with that many
-        threads; ``microseconds``. Also the ``isa``, the ``order`` of reading and what was ``tuned`` that are
-        in use, and ``multiply_add_rate_g_s``, 10^9 per second.
+    Returns a dictionary for JSON. ``read_rate_gb_s``: what one core reads at best, in 10^9 bytes per second;
+    ``reader``: in which way. ``rows``: for each case ``dtype``, ``group``, ``tokens``, ``threads``; ``gb_s``:
+    bytes of the cache per second; ``percent_of_read_rate``: of one core's beside this case;
+    ``percent_of_bound``: of the slower of reading and arithmetic with that many threads; ``microseconds``.
+    Also the ``isa`` and the ``order`` of reading in use, and ``multiply_add_rate_g_s``, 10^9 per second.
 
-    Raises:
-        ArgumentError: an unknown type, a number that is not positive, more than the machine has room for.
-        BackendError: there are no compiled kernels here, and why.
+    Raises `ArgumentError` for an unknown type, a number that is not positive and more than the machine has
+    room for, `BackendError` where there are no compiled kernels.
     """
-    check(tokens, dtypes, repeats, *groups, *threads)
+    problem = cpu.compiled_kernels_problem()
+    if problem:
+        raise BackendError(f"nothing to measure without compiled kernels: {problem}")
+    check(dtypes, tokens, repeats, *groups, *threads)
+    itemsize = max(np.dtype(DTYPES[dtype]).itemsize for dtype in dtypes)
+    needed, free = 2 * tokens * _KV_HEADS * HEAD_DIM * itemsize, environment.free_memory()
+    if free is not None and needed > free:
+        raise ArgumentError(
+            f"a cache of {tokens:,} tokens takes {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free: "
+            "choose fewer tokens"
+        )
     if max(threads) > cpu.MAX_THREADS:
         raise ArgumentError(f"{max(threads)} threads: {cpu.MAX_THREADS} are the most of one process")
     limits = Limits(compile.library(compile.chosen_isa()))
@@ -83,23 +86,13 @@ def measure(
     }
 
 
-def check(tokens: int, dtypes: Sequence[str], *counts: int) -> None:
-    """Raise `ArgumentError` or `BackendError` for what cannot be measured here."""
-    problem = cpu.compiled_kernels_problem()
-    if problem:
-        raise BackendError(f"nothing to measure without compiled kernels: {problem}")
+def check(dtypes: Sequence[str], *counts: int) -> None:
+    """Raise `ArgumentError` for an unknown type, and for a number that is not positive."""
     unknown = set(dtypes) - set(DTYPES)
     if unknown:
         raise ArgumentError(f"dtype {', '.join(sorted(unknown))}: choose from {', '.join(DTYPES)}")
-    if min(tokens, *counts) < 1:
-        raise ArgumentError("tokens, groups, threads and repeats must be positive")
-    itemsize = max(np.dtype(DTYPES[dtype]).itemsize for dtype in dtypes)
-    needed, free = 2 * tokens * _KV_HEADS * HEAD_DIM * itemsize, environment.free_memory()
-    if free is not None and needed > free:
-        raise ArgumentError(
-            f"a cache of {tokens:,} tokens takes {needed / 1e9:,.1f} GB, {free / 1e9:,.1f} GB are free: "
-            "choose fewer tokens"
-        )
+    if min(counts) < 1:
+        raise ArgumentError("tokens, heads, groups, threads and repeats must be positive")
 
 
 def _row(limits: Limits, k: Array, v: Array, group: int, threads: int, repeats: int) -> dict[str, Any]:

@@ -17,39 +17,19 @@ import functools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from treeattn.backends import cuda
 from treeattn.collectives.runtime.cuda_graph import CudaGraph
-from treeattn.errors import ArgumentError
-from treeattn.study.roofline.cpu import DTYPES
+from treeattn.study.roofline.cpu import DTYPES, HEAD_DIM, check
 
-HEAD_DIM = 128
+if TYPE_CHECKING:
+    from treeattn.backends.cuda.cupy_stopwatch import CupyStopwatch
 
 _BLOCK = 1024  # tokens of random numbers, repeated along a cache
 _HOST_CALLS = 20
-
-
-class Stopwatch(Protocol):
-    """How to time what a runtime queues, and what else is known of its device."""
-
-    #: Size of the device's L2 cache.
-    l2_bytes: int
-
-    @property
-    def runtime(self) -> cuda.Runtime:
-        """Where memory, copies, kernels and their recording come from."""
-
-    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
-        """Seconds that the device takes for each run, all enqueued at once on one stream."""
-
-    def host_seconds(self, run: Callable[[], object], calls: int) -> float:
-        """Seconds of the host for one call that only enqueues, over so many in a row."""
-
-    def facts(self) -> dict[str, Any]:
-        """The device, its software, and its clocks and power at this moment, for JSON."""
 
 
 def measure(
@@ -60,36 +40,24 @@ def measure(
     progress: Callable[[str], object] = lambda _: None,
     *,
     kv_heads: int = 8,
-    stopwatch: Stopwatch | None = None,
+    stopwatch: CupyStopwatch | None = None,
 ) -> dict[str, Any]:
     """Measure a decoding step: one query, head_dim 128, cache as [1, tokens, kv_heads, head_dim].
 
-    Args:
-        tokens: length of the context.
-        dtypes: names from `treeattn.study.roofline.cpu.DTYPES`.
-        groups: numbers of query heads per KV head.
-        repeats: how often copy and attention are run in turn; the median of each counts.
-        progress: called with a line of text for each row.
-        kv_heads: KV heads.
-        stopwatch: the device; None is CuPy's current one.
+    tokens: length of the context. dtypes: names from `treeattn.study.roofline.cpu.DTYPES`. groups: numbers of
+    query heads per KV head. repeats: how often copy and attention are run in turn; the median of each counts.
+    progress: called with a line of text for each row. stopwatch: the device; None is CuPy's current one.
 
-    Returns:
-        A dictionary for JSON. ``copy_rate_gb_s``: 10^9 bytes per second, read and written, the median
-        over the rows. ``rows``: for each case ``dtype``, ``group``, ``tokens``, ``kv_heads``;
-        ``microseconds`` of a step on the device; ``gb_s``: bytes of the cache per second;
-        ``copy_rate_gb_s`` beside this row and ``percent_of_copy_rate``; ``host_microseconds``: of the
-        host for a planned step; ``caches``: among how many steps went around. ``device``: its name,
-        driver, CUDA, clocks and power.
+    Returns a dictionary for JSON. ``copy_rate_gb_s``: 10^9 bytes per second, read and written, the median
+    over the rows. ``rows``: for each case ``dtype``, ``group``, ``tokens``, ``kv_heads``; ``microseconds`` of
+    a step on the device; ``gb_s``: bytes of the cache per second; ``copy_rate_gb_s`` beside this row and
+    ``percent_of_copy_rate``; ``host_microseconds``: of the host for a planned step; ``caches``: among how
+    many steps went around. ``device``: its name, driver, CUDA, clocks and power.
 
-    Raises:
-        ArgumentError: an unknown type, or a number that is not positive.
-        BackendError: no GPU, no CuPy or no NVRTC; not enough memory on the GPU.
+    Raises `ArgumentError` for an unknown type and a number that is not positive, `BackendError` without a
+    GPU, CuPy or NVRTC, or enough memory on the GPU.
     """
-    unknown = set(dtypes) - set(DTYPES)
-    if unknown:
-        raise ArgumentError(f"dtype {', '.join(sorted(unknown))}: choose from {', '.join(DTYPES)}")
-    if min(tokens, repeats, kv_heads, *groups) < 1:
-        raise ArgumentError("tokens, groups, KV heads and repeats must be positive")
+    check(dtypes, tokens, repeats, kv_heads, *groups)
     if stopwatch is None:
         from treeattn.backends.cuda import cupy_stopwatch  # CuPy is only looked for when a GPU is asked for
 
@@ -99,8 +67,8 @@ def measure(
     for dtype in dtypes:
         caches = cold_caches(stopwatch, tokens, kv_heads, dtype)
         for group in groups:
-            seconds = _steps(stopwatch, caches, group, copy, repeats)
-            rows.append({"dtype": dtype, "group": group} | _row(caches, moved, *seconds))
+            row = _row(stopwatch, caches, group, copy, moved, repeats)
+            rows.append({"dtype": dtype, "group": group} | row)
             progress(
                 "{dtype} group {group}: {percent_of_copy_rate:.0f} % of the copy rate".format(**rows[-1])
             )
@@ -112,23 +80,18 @@ def measure(
     }
 
 
-def _steps(
-    stopwatch: Stopwatch, caches: Any, group: int, copy: Callable[[], object], repeats: int
-) -> tuple[float, float, float]:
-    """Seconds of a copy, of a step on the device, and of a step on the host."""
-    runtime, heads = stopwatch.runtime, group * caches[0][0].shape[2]
-    q = upload_random(runtime, (1, 1, heads, HEAD_DIM), caches[0][0].dtype)
-    records = runtime.empty((1, heads, 1, HEAD_DIM + 2), np.float32)
+def _row(
+    stopwatch: CupyStopwatch, caches: Any, group: int, copy: Callable[[], object], moved: int, repeats: int
+) -> dict[str, Any]:
+    """One case: a copy of `moved` bytes, a step on the device, and a step on the host."""
+    runtime, (k, v) = stopwatch.runtime, caches[0]
+    q = upload_random(runtime, (1, 1, group * k.shape[2], HEAD_DIM), k.dtype)
+    records = runtime.empty((1, group * k.shape[2], 1, HEAD_DIM + 2), np.float32)
     attention = cuda.PlannedAttention(records, scale=HEAD_DIM**-0.5, runtime=runtime)
-    lap = captured(runtime, [functools.partial(attention, q, k, v) for k, v in caches])
+    lap = captured(runtime, [functools.partial(attention, q, *cache) for cache in caches])
     copying, around = median_laps(stopwatch, [copy, lap], copy, repeats)
     host = stopwatch.host_seconds(functools.partial(attention, q, *caches[-1]), _HOST_CALLS)
-    return copying, around / len(caches), host
-
-
-def _row(caches: Any, moved: int, copying: float, step: float, host: float) -> dict[str, Any]:
-    k, v = caches[0]
-    size, rate = k.nbytes + v.nbytes, moved / copying
+    step, size, rate = around / len(caches), k.nbytes + v.nbytes, moved / copying
     return {
         "tokens": k.shape[1],
         "kv_heads": k.shape[2],
@@ -155,14 +118,14 @@ def captured(runtime: cuda.Runtime, calls: Sequence[Callable[[], object]]) -> Cu
 
 
 def median_laps(
-    stopwatch: Stopwatch, runs: Sequence[Callable[[], object]], lead: Callable[[], object], repeats: int
+    stopwatch: CupyStopwatch, runs: Sequence[Callable[[], object]], lead: Callable[[], object], repeats: int
 ) -> list[float]:
     """Median seconds of each of `runs`, run in turn; `lead` goes first each time and is not timed."""
     laps = [stopwatch.laps([lead, *runs])[1:] for _ in range(repeats)]
     return [statistics.median(times) for times in zip(*laps, strict=True)]
 
 
-def copy_lap(stopwatch: Stopwatch) -> tuple[Callable[[], object], int]:
+def copy_lap(stopwatch: CupyStopwatch) -> tuple[Callable[[], object], int]:
     """A copy on the device of eight times its L2 cache, and how many bytes it moves: read and written."""
     runtime, size = stopwatch.runtime, 8 * stopwatch.l2_bytes
     into, source = (runtime.empty((size,), np.uint8) for _ in range(2))
@@ -171,7 +134,7 @@ def copy_lap(stopwatch: Stopwatch) -> tuple[Callable[[], object], int]:
     return functools.partial(runtime.copy, into, source), 2 * size
 
 
-def cold_caches(stopwatch: Stopwatch, tokens: int, kv_heads: int, dtype: str) -> list[tuple[Any, Any]]:
+def cold_caches(stopwatch: CupyStopwatch, tokens: int, kv_heads: int, dtype: str) -> list[tuple[Any, Any]]:
     """Pairs of keys and values [1, tokens, kv_heads, HEAD_DIM] on the device, for steps to go around among.
 
     So many that more than twice the L2 cache is read between two uses of one pair; two at least. bfloat16
