@@ -23,6 +23,10 @@ pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install t
 DATA = Path(__file__).parent.parent / "data"
 CACHE = DATA / "smollm2_layer17_4096.safetensors"
 EXPECTED = DATA / "smollm2_layer17_4096.expected.safetensors"
+ONES = np.ones((1, 6, 2, 16), np.float32)
+#: The key of token 4 and KV head 1, which query heads 2 and 3 read: of three ranks, the last has it.
+WITH_NAN = ONES.copy()
+WITH_NAN[0, 4, 1, 3] = np.nan
 ALL = ",".join(n for n in collectives.names("schedule") if collectives.build(n, 4).result == "replicated")
 
 
@@ -54,23 +58,18 @@ def test_a_reproducible_result_has_one_hash_on_any_ranks_and_machine(ranks):
     assert done.stdout.count("SHA-256") == 1
 
 
-def test_out_holds_the_result(tmp_path):
+def test_out_holds_the_result_whatever_is_expected(tmp_path):
     out = tmp_path / "out.safetensors"
-    treeattn("decode", CACHE, "--out", out, "--layout", "zigzag", "--repeat", 1, ranks=2)
-    got, wanted = load_file(out), load_file(EXPECTED)
-    np.testing.assert_allclose(got["out"], wanted["out"], atol=2e-5, rtol=0)
-    np.testing.assert_allclose(got["lse"], wanted["lse"], atol=2e-5, rtol=0)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors"]  # no temporary is left
-
-
-def test_failed_expectation_exits_with_1(tmp_path):
-    wrong = load_file(EXPECTED)
+    wanted, wrong = load_file(EXPECTED), load_file(EXPECTED)
     wrong["out"][0, 0, 0, 0] += 1e-3
     save_file(wrong, tmp_path / "wrong.safetensors")
-    done = treeattn(
-        "decode", CACHE, "--expect", tmp_path / "wrong.safetensors", "--repeat", 1, ranks=2, code=1
-    )
+    words = ("--expect", tmp_path / "wrong.safetensors", "--layout", "zigzag", "--repeat", 1)
+    done = treeattn("decode", CACHE, "--out", out, *words, ranks=2, code=1)
     assert "FAIL" in done.stdout
+    got = load_file(out)
+    np.testing.assert_allclose(got["out"], wanted["out"], atol=2e-5, rtol=0)
+    np.testing.assert_allclose(got["lse"], wanted["lse"], atol=2e-5, rtol=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "wrong.safetensors"]
 
 
 def test_lengths_scale_and_uneven_sizes(tmp_path):
@@ -108,85 +107,63 @@ def test_a_cache_without_tokens(tmp_path):
     assert (got["lse"] == -np.inf).all()
 
 
-def cache_with(path, **changes):
+def cache_with(path, scale=None, **changes):
     """A small good file with some tensors replaced; None leaves one out."""
     tensors = {
         "q": np.ones((1, 1, 4, 16), np.float32),
         "k": np.ones((1, 6, 2, 16), np.float32),
         "v": np.ones((1, 6, 2, 16), np.float32),
-    }
-    tensors.update(changes)
-    save_file({name: array for name, array in tensors.items() if array is not None}, path)
+    } | changes
+    kept = {name: array for name, array in tensors.items() if array is not None}
+    save_file(kept, path, metadata={"scale": scale} if scale else None)
     return path
 
 
-def truncated(path):
-    path.write_bytes(CACHE.read_bytes()[:100_000])
-    return path
-
-
-def mislabelled(path):
-    path.write_bytes(b"PK\x03\x04 this is not a safetensors file at all")
-    return path
-
-
-def empty(path):
-    path.write_bytes(b"")
-    return path
-
-
-def bad_scale(path):
-    save_file(load_file(cache_with(path)), path, metadata={"scale": "a half"})
-    return path
-
-
-def huge_scale(path):
-    save_file(load_file(cache_with(path)), path, metadata={"scale": "1e300"})
-    return path
-
-
-def huge_header(path):
-    path.write_bytes(struct.pack("<Q", 1 << 60) + b"{}")
-    return path
-
-
+#: Bytes of a file, or changes of a good one; a folder; nothing.
 BAD_FILES = {
-    "truncated": truncated,
-    "empty": empty,
-    "mislabelled": mislabelled,
-    "huge header": huge_header,
-    "missing": lambda path: path,
-    "a folder": lambda path: path.mkdir() or path,
-    "no k": lambda path: cache_with(path, k=None),
-    "k and v disagree": lambda path: cache_with(path, v=np.ones((1, 5, 2, 16), np.float32)),
-    "float8": lambda path: cache_with(path, k=np.ones((1, 6, 2, 16), ml_dtypes.float8_e4m3fn)),
-    "integers": lambda path: cache_with(path, k=np.ones((1, 6, 2, 16), np.int32)),
-    "mixed dtypes": lambda path: cache_with(path, k=np.ones((1, 6, 2, 16), np.float16)),
-    "heads": lambda path: cache_with(path, q=np.ones((1, 1, 3, 16), np.float32)),
-    "head_dim": lambda path: cache_with(path, **{n: np.ones((1, 1, 2, 12), np.float32) for n in "qkv"}),
-    "huge head_dim": lambda path: cache_with(path, **{n: np.ones((1, 1, 2, 584), np.float32) for n in "qkv"}),
-    "three axes": lambda path: cache_with(path, q=np.ones((1, 4, 16), np.float32)),
-    "lengths": lambda path: cache_with(path, lengths=np.array([7])),
-    "scale": bad_scale,
-    "scale 1e300": huge_scale,
+    "truncated": CACHE.read_bytes()[:100_000],
+    "empty": b"",
+    "mislabelled": b"PK\x03\x04 this is not a safetensors file at all",
+    "huge header": struct.pack("<Q", 1 << 60) + b"{}",
+    "missing": None,
+    "a folder": Path,
+    "no k": {"k": None},
+    "k and v disagree": {"v": np.ones((1, 5, 2, 16), np.float32)},
+    "float8": {"k": np.ones((1, 6, 2, 16), ml_dtypes.float8_e4m3fn)},
+    "integers": {"k": np.ones((1, 6, 2, 16), np.int32)},
+    "mixed dtypes": {"k": np.ones((1, 6, 2, 16), np.float16)},
+    "heads": {"q": np.ones((1, 1, 3, 16), np.float32)},
+    "head_dim": {name: np.ones((1, 1, 2, 12), np.float32) for name in "qkv"},
+    "huge head_dim": {name: np.ones((1, 1, 2, 584), np.float32) for name in "qkv"},
+    "three axes": {"q": np.ones((1, 4, 16), np.float32)},
+    "lengths": {"lengths": np.array([7])},
+    "scale": {"scale": "a half"},
+    "scale 1e300": {"scale": "1e300"},
 }
 
 
-@pytest.mark.parametrize("case", BAD_FILES)
-def test_bad_files(tmp_path, case):
-    source = BAD_FILES[case](tmp_path / "in.safetensors")
-    in_process("decode", source, "--out", tmp_path / "out.safetensors", code=2)
+@pytest.fixture
+def bad_file(tmp_path):
+    def write(case):
+        path, what = tmp_path / "in.safetensors", BAD_FILES[case]
+        if isinstance(what, bytes):
+            path.write_bytes(what)
+        elif what is Path:
+            path.mkdir()
+        elif what is not None:
+            cache_with(path, **what)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks"), [*((case, None) for case in BAD_FILES), *sample(1, [("truncated", 2), ("no k", 2)])]
+)
+def test_bad_files(tmp_path, bad_file, case, ranks):
+    treeattn("decode", bad_file(case), "--out", tmp_path / "out.safetensors", ranks=ranks, code=2)
     assert not list(tmp_path.glob("*out*"))
     assert not list(tmp_path.glob(".*"))
-
-
-@pytest.mark.parametrize("case", sample(1, ["truncated", "no k", "options"]))
-def test_ranks_refuse_together(tmp_path, case):
-    options = ["--scheme", "binary_three"] if case == "options" else []
-    source = BAD_FILES.get(case, cache_with)(tmp_path / "in.safetensors")
-    out = tmp_path / "out.safetensors"
-    treeattn("decode", source, *options, "--out", out, ranks=2, code=2)
-    assert not out.exists()
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
@@ -195,75 +172,82 @@ def test_unwritable_folder(tmp_path):
     treeattn("decode", CACHE, "--out", tmp_path / "out.safetensors", ranks=2, code=2)
 
 
-RAISES_ON_ONE_RANK = """
+#: Rank 1 raises, in a step or after all is done.
+RAISES = """
 import sys, treeattn
+from treeattn import cli
 from treeattn.mpi import communicators, job
-job.finalize.__defaults__ = (1.0,)  # seconds; test_command_lines_that_differ_between_ranks waits them all
-finish = treeattn.Decoder.{method}
-def broken(self, *arguments):
-    if communicators.world().rank == 1:
+if {early}:
+    job.finalize.__defaults__ = (1.0,)  # seconds, for which the other rank is waited for
+called = {owner}.{name}
+def broken(*arguments):
+    planted = communicators.world().rank == 1
+    found = None if planted and {early} else called(*arguments)
+    if planted:
         raise {error}
-    return finish(self, *arguments)
-treeattn.Decoder.{method} = broken
-from treeattn.cli import main
-main(sys.argv[1:])
+    return found
+{owner}.{name} = broken
+cli.main(sys.argv[1:])
 """
 
 
 @pytest.mark.parametrize(
-    ("method", "error"),
+    ("name", "error"),
     sample(
         2,
         itertools.product(
-            ["local", "reduce", "finish"], ["MemoryError('planted')", "treeattn.ArgumentError('planted')"]
+            ["local", "reduce", "finish"],
+            ["MemoryError('planted')", "treeattn.ArgumentError('planted')"],
         ),
     ),
 )
-def test_one_rank_raising_ends_the_job(method, error):
-    program = RAISES_ON_ONE_RANK.format(method=method, error=error)
+def test_one_rank_raising_ends_the_job(name, error):
+    program = RAISES.format(owner="treeattn.Decoder", name=name, error=error, early=True)
     done = run("-c", program, "decode", CACHE, ranks=2, code=None)
     assert done.returncode != 0
     assert "planted" in done.stderr
     assert "rank 1" in done.stderr
 
 
-FAILS_AT_THE_END = """
-import sys, treeattn
-from treeattn import cli
-from treeattn.mpi import communicators
-run = cli._run
-def broken(arguments):
-    code = run(arguments)
-    if communicators.world().rank == 1:
-        raise treeattn.BackendError("planted")
-    return code
-cli._run = broken
-cli.main(sys.argv[1:])
-"""
-
-
 def test_a_rank_that_fails_after_all_is_done_says_so():
-    done = run("-c", FAILS_AT_THE_END, "decode", CACHE, "--repeat", 1, ranks=2, code=1)
+    program = RAISES.format(owner="cli", name="_run", error="treeattn.BackendError('planted')", early=False)
+    done = run("-c", program, "decode", CACHE, "--repeat", 1, ranks=2, code=1)
     assert [line for line in done.stderr.splitlines() if "planted" in line] == ["treeattn: planted"]
 
 
-FLIPS_ONE_BIT = """
+#: What a patched step leaves.
+PLANTED = """
 import treeattn
 from treeattn.mpi import communicators
-finish = treeattn.Decoder.finish
-def flipped(self):
-    out, lse = finish(self)
-    if communicators.world().rank == 1:
-        out.view("u4")[0, 0, 0, 0] ^= 1
-    return out, lse
-patch(treeattn.Decoder, "finish", flipped)
+called = treeattn.Decoder.{name}
+def planted(self):
+    found = called(self)
+    {change}
+    return found
+patch(treeattn.Decoder, "{name}", planted)
 """
+BIT = {"name": "finish", "change": 'found[0].view("u4")[0, 0, 0, 0] ^= communicators.world().rank == 1'}
+NAN = {"name": "reduce", "change": 'self.records[0, 0] = float("nan")'}
 
 
-def test_one_bit_on_one_rank_fails():
-    done = treeattn("decode", CACHE, "--repeat", 1, ranks=3, patches=FLIPS_ONE_BIT, code=1)
-    assert "NO" in done.stdout
-    assert "FAIL" in done.stdout
+@pytest.mark.parametrize(
+    ("keys", "plants", "words", "says"),
+    [
+        (ONES, BIT, (), ["NO", "FAIL"]),
+        (ONES, NAN, ("--check",), [
+            "FAIL, NaN", "1 of 4 results are NaN; oracle has 0, not in the same heads; the tokens of no rank",
+        ]),
+        (WITH_NAN, NAN, ("--check",), [
+            "FAIL, NaN", "3 of 4 results are NaN; oracle has 2, not in the same heads; the tokens of rank 1",
+        ]),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_on_one_rank_fails(tmp_path, keys, plants, words, says):
+    source = cache_with(tmp_path / "in.safetensors", k=keys)
+    patches = PLANTED.format(**plants)
+    done = treeattn("decode", source, *words, "--repeat", 1, ranks=2, patches=patches, code=1)
+    for words in says:
+        assert words in " ".join(done.stdout.split())
 
 
 def test_outputs_that_would_destroy_something(tmp_path):
@@ -283,7 +267,7 @@ def test_outputs_that_would_destroy_something(tmp_path):
 
 
 def test_infinite_inputs_do_not_make_every_error_pass(tmp_path):
-    keys = np.ones((1, 6, 2, 16), np.float32)
+    keys = ONES.copy()
     keys[0, 2] = -np.inf
     source = cache_with(tmp_path / "in.safetensors", k=keys)
     treeattn("decode", source, "--check", "--json", tmp_path / "facts.json", ranks=2)
@@ -291,15 +275,8 @@ def test_infinite_inputs_do_not_make_every_error_pass(tmp_path):
     assert facts["results"][0]["bounds"][0] < 1e-3
 
 
-def nan_in_a_key(path):
-    """The key of token 4 and KV head 1, which query heads 2 and 3 read: of three ranks, the last has it."""
-    keys = np.ones((1, 6, 2, 16), np.float32)
-    keys[0, 4, 1, 3] = np.nan
-    return cache_with(path, k=keys)
-
-
 def test_nan_is_named_and_passes_only_where_the_oracle_has_it(tmp_path):
-    source = nan_in_a_key(tmp_path / "in.safetensors")
+    source = cache_with(tmp_path / "in.safetensors", k=WITH_NAN)
     schemes = ("--scheme", "binary_tree,ring,two_allreduce,mpi_allreduce")
     done = treeattn("decode", source, *schemes, "--check", "--json", tmp_path / "facts.json", ranks=3)
     assert done.stdout.count("pass, NaN") == 4
@@ -313,35 +290,6 @@ def test_nan_is_named_and_passes_only_where_the_oracle_has_it(tmp_path):
     unchecked = treeattn("decode", source, ranks=3)
     assert "pass" not in unchecked.stdout
     assert "2 of 4 results are NaN: --check tells" in unchecked.stdout
-
-
-PLANTS_NAN = """
-import treeattn
-reduce = treeattn.Decoder.reduce
-def broken(self):
-    reduce(self)
-    self.records[0, {head}] = float("nan")
-patch(treeattn.Decoder, "reduce", broken)
-"""
-
-
-@pytest.mark.parametrize(
-    ("make", "head", "said"),
-    [
-        (cache_with, 0, "1 of 4 results are NaN; oracle has 0, not in the same heads; the tokens of no rank"),
-        (
-            nan_in_a_key,
-            0,
-            "3 of 4 results are NaN; oracle has 2, not in the same heads; the tokens of rank 1",
-        ),
-    ],
-)
-def test_nan_that_the_oracle_does_not_have_fails(tmp_path, make, head, said):
-    source = make(tmp_path / "in.safetensors")
-    words = ("decode", source, "--check", "--repeat", 1)
-    done = treeattn(*words, ranks=2, patches=PLANTS_NAN.format(head=head), code=1)
-    assert "FAIL, NaN" in done.stdout
-    assert said in " ".join(done.stdout.split())
 
 
 def test_tables_fit_80_columns_and_all_is_there_on_request():
@@ -359,8 +307,3 @@ def test_singletons_are_noticed():
     """A launcher of another MPI starts processes that do not find each other."""
     done = treeattn("decode", CACHE, OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="0", code=1)
     assert "launcher" in done.stderr
-
-
-def test_without_a_launcher_it_is_one_rank():
-    done = treeattn("decode", CACHE, "--check")
-    assert "1 rank on 1 node" in done.stdout
