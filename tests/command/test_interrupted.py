@@ -85,10 +85,13 @@ from treeattn import cli
 from treeattn.cli import compare
 
 def sweep(world, *_):
-    if world.rank == 1:
-        os.kill(os.getpid(), number)
-        time.sleep(60)
-    world.recv(source=1)
+    try:
+        if world.rank == 1:
+            os.kill(os.getpid(), number)
+            time.sleep(60)
+        world.recv(source=1)
+    finally:
+        world.barrier()  # as closing is collective
 
 compare.sweep = sweep
 cli.main(sys.argv[1:])
@@ -132,35 +135,44 @@ main()
     assert done.stderr == "treeattn: interrupted: nothing was written\n"
 
 
+def shell(line, cwd):
+    """What bash makes of a line; "$@" is the command."""
+    done = subprocess.run(
+        ["bash", "-c", f"{line}; exit ${{PIPESTATUS[0]}}", "sh", sys.executable, "-m", "treeattn"], cwd=cwd,
+        capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+FULL_DISK = "treeattn: standard output: No space left on device; print to another place\n"
+ALONE = ("--help", "schemes", "doctor", "schedule ring --ranks 50", f"decode {CACHE} --repeat 1")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize(
-    "words",
-    sample(2, ["--help", "schemes", "doctor", "schedule ring --ranks 50", f"decode {CACHE} --repeat 1"]),
-)
-def test_a_full_disk_under_the_output(words):
-    program = 'exec "$0" -m treeattn "$@" > /dev/full'
-    done = subprocess.run(
-        ["sh", "-c", program, sys.executable, *words.split()], cwd=ROOT, capture_output=True, text=True,
-        timeout=300, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert done.stderr == "treeattn: standard output: No space left on device; print to another place\n"
-
-
-@needs_mpiexec
-def test_a_full_disk_under_the_output_of_a_job():
-    program = f"exec {sys.executable} -m treeattn decode {CACHE} --repeat 1 > /dev/full"
-    done = subprocess.run(
-        [str(mpiexec()), "-n", "2", "sh", "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 1
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
-    assert "standard output: No space left on device" in line
-    assert "Traceback" not in done.stderr
+    ("line", "code", "out", "err"),
+    [
+        *sample(2, [(f'"$@" {words} > /dev/full', 1, "", FULL_DISK) for words in ALONE]),
+        ('"$@" schedule ring --ranks 100 | head -n 1', 0, "ring, 100 ranks\n", ""),  # a reader that leaves
+        ('"$@" nonsense > /dev/full', 2, "", None),  # what nobody takes changes no verdict
+        (f'"$@" decode {CACHE} --repeat 1 --expect other.safetensors | true', 1, "", None),
+        pytest.param(
+            f'{mpiexec()} -n 2 sh -c \'exec "$0" "$@" > /dev/full\' "$@" {ALONE[-1]}', 1, "", None,
+            marks=needs_mpiexec,
+        ),
+    ],
+)  # fmt: skip
+def test_output_that_cannot_be_written(tmp_path, line, code, out, err):
+    """In a job once, and without a traceback."""
+    expected = files.open_cache(CACHE.with_suffix(".expected.safetensors")).tensors
+    other = {name: np.array(tensor) + 1 for name, tensor in expected.items()}
+    (tmp_path / "other.safetensors").write_bytes(files.save_tensors(other, {}))
+    found = shell(line, tmp_path)
+    assert found[:2] == (code, out), found
+    assert err in (None, found[2])
+    assert found[2].count("standard output") == (err == FULL_DISK or "mpiexec" in line)
+    assert "Traceback" not in found[2]
 
 
 FULL = """
@@ -195,35 +207,6 @@ def test_a_full_disk_under_a_file(words, ranks, tmp_path):
 def test_the_device_of_a_full_disk_is_no_file():
     done = treeattn("schemes", "--json", "/dev/full", code=2)
     assert done.stderr == "treeattn: /dev/full: is not an ordinary file; name a file to write\n"
-
-
-def test_a_reader_that_has_seen_enough():
-    program = '"$0" -m treeattn schedule ring --ranks 100 | head -n 1; exit ${PIPESTATUS[0]}'
-    done = subprocess.run(
-        ["bash", "-c", program, sys.executable], cwd=ROOT, capture_output=True, text=True, timeout=300
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ring, 100 ranks\n", "")
-
-
-@pytest.mark.parametrize(
-    ("words", "output", "code"),
-    [
-        ("nonsense", "> /dev/full", 2),
-        (f"decode {CACHE} --repeat 1 --expect other.safetensors", "| true", 1),
-    ],
-    ids=["bad arguments", "beyond its bound"],
-)
-def test_output_that_nobody_takes_changes_no_verdict(words, output, code, tmp_path):
-    expected = files.open_cache(CACHE.with_suffix(".expected.safetensors")).tensors
-    other = {name: np.array(tensor) + 1 for name, tensor in expected.items()}
-    (tmp_path / "other.safetensors").write_bytes(files.save_tensors(other, {}))
-    program = f'"$0" -m treeattn {words} {output}; exit ${{PIPESTATUS[0]}}'
-    done = subprocess.run(
-        ["bash", "-c", program, sys.executable], cwd=tmp_path, capture_output=True, text=True, timeout=300,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert done.returncode == code
-    assert "standard output" not in done.stderr
 
 
 SIGNALLED_LATE = """
