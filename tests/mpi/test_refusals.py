@@ -12,11 +12,12 @@ import treeattn
 from tests.support import arguments
 from tests.support.exporters import Dlpack
 from tests.support.problems import random_qkv
+from tests.support.public_verbs import VERBS
 from tests.support.ranks import raised_by_all
 from tests.support.schedules import star
 from treeattn import CacheFormat, Decoder, Reduction, Rules, Shard, collectives
 from treeattn.decoder.request import INCOMPATIBLE
-from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
+from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, StateError
 
 pytestmark = pytest.mark.mpi
 
@@ -307,3 +308,22 @@ def test_schedules_that_differ_between_ranks_are_refused_by_all(comm):
     raises(comm, "plain", "the schedule star differs", ArgumentError, scheme=other if last else schedule)
     said = "scheme differs .* 'star' on rank 0, 'chain'"
     raises(comm, "plain", said, ArgumentError, scheme="chain" if last else schedule)
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
+def test_ranks_at_different_calls_are_told_which(comm, verb):
+    """Rank 0 makes a call that no other rank makes: nobody waits, or takes what was said for an answer."""
+    if comm.size == 1:
+        pytest.skip("one rank is at one call")
+    with pytest.raises(StateError, match=r"rank \d is at another call") as told:
+        VERBS[verb](comm=comm) if comm.rank == 0 else treeattn.ShardedCache.load("nowhere", comm)
+    assert (": load; this is rank 0" in str(told.value)) == (comm.rank == 0)
+    assert treeattn.decode(Q, K, V, comm=comm)[0].shape == Q.shape
+
+
+def test_a_save_beside_a_load(comm, tmp_path):
+    if comm.size == 1:
+        pytest.skip("one rank is at one call")
+    cache = treeattn.ShardedCache(comm, capacity=8, kv_heads=2, head_dim=8)
+    with pytest.raises(StateError, match="is at another call: (load|save); "):
+        cache.save(tmp_path / "new") if comm.rank else treeattn.ShardedCache.load(tmp_path, comm)

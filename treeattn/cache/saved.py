@@ -43,7 +43,7 @@ def save(comm: Communicator, layers: Sequence[CacheLayer], directory: Path, abou
     the old cache up to the moment in which the new index takes the place of the old one.
     """
     with contextlib.ExitStack() as claim:
-        collectively(comm, lambda: None if comm.rank else claim.enter_context(_claimed(directory)))
+        collectively(comm, lambda: None if comm.rank else claim.enter_context(_claimed(directory)), "save")
         own = directory / f"part-{comm.rank:05}-{secrets.token_hex(8)}.safetensors"
         try:
             index = _written(comm, layers, own, about)
@@ -56,7 +56,7 @@ def save(comm: Communicator, layers: Sequence[CacheLayer], directory: Path, abou
 
 def _written(comm: Communicator, layers: Sequence[CacheLayer], own: Path, about: dict[str, Any]) -> Index:
     plan, reach = layers[0]._plan, layers[0]._reach
-    with Agreement(comm) as agreed:
+    with Agreement(comm, "save") as agreed:
         for number, layer in enumerate(layers):
             if not np.array_equal(layer.totals, reach.totals):
                 raise ArgumentError(
@@ -134,7 +134,7 @@ def _remove_others(directory: Path, index: Index) -> None:
 
 def agree(comm: Communicator, directory: Path) -> Index:
     """The index that all ranks read. Collective."""
-    with Agreement(comm) as agreed:
+    with Agreement(comm, "load") as agreed:
         index = read_index(directory)
         agreed.must_match = {f"the index of {directory}": index.sha256}
     return index

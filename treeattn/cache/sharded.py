@@ -334,7 +334,7 @@ class ShardedCache(CacheLayer):
         device: str = "cpu",
     ) -> None:
         comm = communicators.intracomm(comm)
-        with Agreement(comm) as agreed:
+        with Agreement(comm, "ShardedCache") as agreed:
             word = dtype_word(dtype)
             queries = "float32" if word in FLOAT8 else word
             rows = batch, 1, kv_heads, kv_heads, head_dim

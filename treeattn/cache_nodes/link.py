@@ -12,7 +12,7 @@ from treeattn.collectives.runtime.reducer import Owner
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ANOTHER_PROCESS, StateError
 from treeattn.mpi import job, library
-from treeattn.mpi.agreement import collectively
+from treeattn.mpi.agreement import collectively, exchange
 
 __all__ = ["Link"]
 
@@ -24,7 +24,7 @@ class Link:
     def __init__(self, comm: MpiCommunicator, scheme: str | Schedule | None) -> None:
         """Collective, as `serve` is."""
         self.comm = comm
-        said = comm.allgather((scheme, job.commanded()))
+        said = exchange(comm, "connect and serve", scheme, job.commanded())
         self.leave = any(commanded for _, commanded in said[1:])
         self.tree = meet(comm, scheme)
         comm.Split(library.load().UNDEFINED)  # the nodes have a communicator of their own

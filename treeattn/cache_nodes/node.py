@@ -17,7 +17,7 @@ from treeattn.cache_nodes.view import Attention, CachePlan, View
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError, TransportError, TreeattnError
 from treeattn.mpi import communicators, job
-from treeattn.mpi.agreement import collectively
+from treeattn.mpi.agreement import collectively, exchange
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
@@ -70,7 +70,7 @@ class Node:
     def __init__(self, comm: MpiCommunicator) -> None:
         """Collective, as making `CacheNodes` is."""
         self._comm = comm
-        scheme, self.command = comm.allgather((None, job.commanded()))[0]
+        scheme, self.command = exchange(comm, "connect and serve", None, job.commanded())[0]
         self.tree = meet(comm, scheme)
         self._nodes = cast("Intracomm", comm.Split(1, comm.rank))
         self.caches: list[_Held] = []

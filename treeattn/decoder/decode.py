@@ -130,7 +130,7 @@ def decode(
 
     of_root = None if q_root is None else _broadcast_query(comm, place, q, q_root)
     seen: MaskArguments = {"q_positions": q_positions, "begins": begins, "mask": mask}
-    with Agreement(comm) as agreed:
+    with Agreement(comm, "decode") as agreed:
         where, shard, how = place(), Shard.of(k, v, lengths), Reduction.of(scheme)
         held = devices.admit(where, q if of_root is None else where.from_host(of_root), shard, scale)
         rules = Rules.of(rules, held.shape.heads)
@@ -168,7 +168,7 @@ def _broadcast_query(
     Which rank that is must be agreed before anything is broadcast.
     """
     host: Array
-    with Agreement(comm) as agreed:
+    with Agreement(comm, "decode") as agreed:
         root = _checked_root(q_root, comm.size)
         agreed.must_match = {"q_root": root}
         if comm.rank == root:

@@ -17,7 +17,7 @@ from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.request import Reduction, Request, telling_arguments
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import Agreement
+from treeattn.mpi.agreement import Agreement, exchange
 
 
 class Decoder(PlannedDecode):
@@ -94,10 +94,11 @@ class Decoder(PlannedDecode):
         own = comm
         self._kept: Communicator | None = None
         if queries != 1:  # what is planned for fewer shares this
+            exchange(comm, "Decoder")  # whoever is at another call duplicates nothing
             self._kept = comm.dup()
             own = self._kept.lent()
         try:
-            with Agreement(own) as agreed:
+            with Agreement(own, "Decoder") as agreed:
                 if not isinstance(held, CacheFormat):
                     raise ArgumentError(f"cache must be a treeattn.CacheFormat, not {cache!r:.60}")
                 latent = held.v_dim is not None and held.v_dim <= head_dim

@@ -92,7 +92,7 @@ def merge(
     ((3, 8), [0.0, 0.0, 0.0])
     """
     comm = communicators.intracomm(comm)
-    with Agreement(comm) as agreed:
+    with Agreement(comm, "merge") as agreed:
         where = devices.find(arrays.device_of("out", out) if device is None else device)
         step = where.view("out", out), where.view("lse", lse)
         shape = step[0].shape
@@ -282,7 +282,7 @@ class Merger(_PlannedMerge):
         device: str = "cpu",
     ) -> None:
         comm = communicators.intracomm(comm)
-        with Agreement(comm) as agreed:
+        with Agreement(comm, "Merger") as agreed:
             where, parts = devices.find(device), Parts(tuple(lse_shape), head_dim, dtype)
             settings = Settings(parts, *_folding(scheme, comm, where.name), base, bool(strict), where)
             super().__init__(comm, settings)

@@ -97,7 +97,7 @@ def prefill(
     [1.0, 2.0, 3.0]
     """
     comm = communicators.intracomm(comm)
-    with Agreement(comm):
+    with Agreement(comm, "prefill"):
         place = find(device or arrays.device_of("q", q), reproducible, comm.size)
         given = [place.tensor(name, array, None) for name, array in (("q", q), ("k", k), ("v", v))]
         for name, array in zip("qkv", given, strict=True):
@@ -228,7 +228,7 @@ class Prefill:
         reproducible: str | None = None,
     ) -> None:
         comm = communicators.intracomm(comm)
-        with Agreement(comm) as agreed:
+        with Agreement(comm, "Prefill") as agreed:
             shape = Shape(batch, 1, heads, kv_heads, head_dim, dtype, v_dim=v_dim or 0)
             rules, factor = Rules.of(rules, heads), shape.logit_scale(scale)
             declared = DeclaredPositions(read_positions(positions), (tokens,))

@@ -86,7 +86,7 @@ def average(
     [batch]: what `features` is given of every rank; what it raises is raised on all ranks.
     """
     comm = communicators.intracomm(comm)
-    with Agreement(comm) as agreed:
+    with Agreement(comm, "energy") as agreed:
         how, selection = folding(scheme, "an energy is a sum over all keys on every rank", comm, "cpu")
         device = devices.find("cpu")
         shard = Shard.of(k, v, lengths).in_rows("an energy takes")

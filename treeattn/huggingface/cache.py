@@ -100,7 +100,7 @@ class ShardedKV(Cache):
             self._plan(config, scheme)
 
     def _plan(self, config: Any, scheme: Any) -> None:
-        with Agreement(self.comm) as agreed:
+        with Agreement(self.comm, "ShardedKV") as agreed:
             text = config.get_text_config(decoder=True)
             if text._attn_implementation != "treeattn":
                 raise ArgumentError(

@@ -27,7 +27,7 @@ def save(cache: ShardedKV, directory: str | Path, unchecked: bool) -> None:
         raise ArgumentError("the cache is empty: there is nothing to save")
     about = {"model": cache.model_type, "config": config_digest(cache.config)}
     if not unchecked:
-        with Agreement(cache.comm) as agreed:
+        with Agreement(cache.comm, "save") as agreed:
             agreed.share = described = cache.origin.described(cache)
         if cache.origin.saved is None:
             weights = [of_rank["weights"][0] for of_rank in agreed.gathered]

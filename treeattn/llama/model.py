@@ -193,7 +193,7 @@ class Llama:
                 "rounded in another order on another number of ranks"
             )
         watched = communicators.mpi_intracomm(comm, "a model with sharded weights")
-        with Agreement(watched) as agreed:
+        with Agreement(watched, "Llama") as agreed:
             self._load(model, watched, device)
             agreed.must_match = {"the model's device": device}
 

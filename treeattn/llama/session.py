@@ -88,7 +88,7 @@ class Session:
         seed: int = 0,
     ) -> None:
         comm, config, sharded = communicators.intracomm(comm), model.config, model.comm is not None
-        with Agreement(comm) as agreed:
+        with Agreement(comm, "Session") as agreed:
             how = trees = Reduction.of("head_scatter" if sharded and scheme is None else scheme)
             if sharded and how.scheme is not None and select(how.scheme).row.scattered:
                 how, trees = replace(how, output="heads"), replace(how, scheme=None)

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator
-from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.errors import ArgumentError, StateError, TreeattnError
 
 T = TypeVar("T")
 
 
 class Agreement:
-    """``with Agreement(comm) as agreed:`` around each rank's work: it succeeds on all or on none. Collective.
+    """``with Agreement(comm, "load") as agreed:`` around each rank's work: it succeeds on all or on none.
+    Collective.
 
-    What the block raises on one rank, every rank raises. What it leaves in `must_match` (by the name that
-    an error gives it) must be equal on all ranks. What it leaves in `share` is afterwards in `gathered`, by
-    rank.
+    call: which call of this package this is; where ranks are at different ones, each raises which one another
+    rank is at. What the block raises on one rank, every rank raises. What it leaves in `must_match` (by the
+    name that an error gives it) must be equal on all ranks. What it leaves in `share` is afterwards in
+    `gathered`, by rank.
     """
 
-    def __init__(self, comm: Communicator) -> None:
-        self._comm = comm
+    def __init__(self, comm: Communicator, call: str = "") -> None:
+        self._comm, self._call = comm, call
         self.must_match: Mapping[str, object] = {}
         self.share: Any = None
         self.gathered: list[Any] = []
@@ -34,8 +36,7 @@ class Agreement:
             return  # such as Ctrl-C: it ends this process, and so the job
         problem, cause = None if error is None else portable(error), error
         mine = {} if error else self.must_match
-        with watchdog.Activity("what all ranks plan together"):
-            views: list[Any] = self._comm.allgather((mine, problem, self.share))
+        views = exchange(self._comm, self._call, mine, problem, self.share)
         for rank, (_, problem, _) in enumerate(views):
             if problem is not None:
                 where = "" if self._comm.size == 1 else f"rank {rank}: "
@@ -50,6 +51,32 @@ class Agreement:
                     "the same"
                 )
         self.gathered = [told for _, _, told in views]
+
+
+class _Statement(NamedTuple):
+    """What a rank says at one point of a call."""
+
+    call: str
+    what: tuple[Any, ...]
+
+
+def exchange(
+    comm: Communicator, call: str, *mine: Any, during: str = "what all ranks plan together"
+) -> list[tuple[Any, ...]]:
+    """What every rank says at this point of a call, by rank. Collective.
+
+    during: the wait for it, as a late rank is told of. Raises `StateError` where a rank is at another call.
+    """
+    with watchdog.Activity(during):
+        said: list[_Statement] = comm.allgather(_Statement(call, mine))
+    for rank, statement in enumerate(said):
+        if not isinstance(statement, _Statement) or statement.call != call:
+            known = getattr(statement, "call", "")
+            raise StateError(
+                f"rank {rank} is at another call{known and ': '}{known}; this is rank {comm.rank}"
+                f"{call and ', at '}{call}: all ranks make the same calls in the same order"
+            )
+    return [statement.what for statement in said]
 
 
 def portable(error: Exception) -> TreeattnError:
@@ -71,9 +98,10 @@ def must_match(comm: Communicator, mine: Mapping[str, object], error: Exception 
             raise error
 
 
-def collectively(comm: Communicator, make: Callable[[], T]) -> T:
-    """Collective: what `make` makes on this rank; where it fails on one, every rank raises the same."""
-    with Agreement(comm):
+def collectively(comm: Communicator, make: Callable[[], T], call: str = "") -> T:
+    """Collective: what `make` makes on this rank; where it fails on one, every rank raises the same. call: as
+    of an `Agreement`."""
+    with Agreement(comm, call):
         return make()
 
 
@@ -89,8 +117,7 @@ def broadcast_from_root(comm: Communicator, decide: Callable[[], T], what: str) 
             told = decide(), None
         except Exception as error:  # whatever it is, the others wait for this rank
             told, cause = (None, portable(error)), error
-    with watchdog.Activity(what):
-        decision, problem = comm.bcast(told)
+    decision, problem = exchange(comm, what, *told, during=what)[0]
     if problem is not None:
         raise problem from (None if cause is problem else cause)
     made: T = decision

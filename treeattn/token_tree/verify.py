@@ -100,7 +100,7 @@ def verify(
     [6.0, 7.0, 7.0]
     """
     comm = communicators.intracomm(comm)
-    with Agreement(comm) as agreed:
+    with Agreement(comm, "verify") as agreed:
         where = find(arrays.device_of("q", q) if device is None else device, reproducible, comm.size)
         shard = Shard.of(k, v, lengths).in_rows(_OVER)
         query, held, shape, tokens = devices.admit(where, q, shard, scale)
@@ -159,7 +159,7 @@ class Verifier:
         reproducible: str | None = None,
     ) -> None:
         comm = communicators.intracomm(comm)
-        with Agreement(comm) as agreed:
+        with Agreement(comm, "Verifier") as agreed:
             agreed.must_match = {"owner": check_owner(owner)}
             because = "drafts join the records of the context before a reduction to every rank"
             self._device = find(device, reproducible, comm.size)
