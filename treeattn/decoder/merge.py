@@ -30,7 +30,7 @@ from treeattn.decoder.plan import folding, plan_reducer
 from treeattn.decoder.request import Reduction, telling_arguments
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import Agreement, must_match
+from treeattn.mpi.agreement import Agreement, collectively
 from treeattn.partial import Array
 
 if TYPE_CHECKING:
@@ -218,7 +218,7 @@ class _PlannedMerge:
         out, lse = self._containers.take(out, lse, names=("out", "lse"))
         self.parts.check(out, lse, self._device.lse_dtypes)
         if self._strict:
-            must_match(self._comm, {}, _marked_otherwise(self._device.to_host(lse)))
+            collectively(self._comm, lambda: _check_marks(self._device.to_host(lse)))
         self._in_order()
         self._pack(out, lse)
         self._reducer()
@@ -296,15 +296,14 @@ def _natural_log(base: object) -> float:
     return _NATURAL_LOG[base]
 
 
-def _marked_otherwise(lse: Array) -> ArgumentError | None:
-    """What `strict` says of an lse that is +inf or NaN."""
+def _check_marks(lse: Array) -> None:
+    """Raise `ArgumentError` for an lse that is +inf or NaN."""
     found = np.argwhere(np.isnan(lse) | (lse == np.inf))
-    if not len(found):
-        return None
-    return ArgumentError(
-        f"lse is +inf or NaN in {len(found)} of {lse.size} places, first at {found[0].tolist()}: only -inf "
-        "marks a part that saw nothing; without strict=True these count as such too"
-    )
+    if len(found):
+        raise ArgumentError(
+            f"lse is +inf or NaN in {len(found)} of {lse.size} places, first at {found[0].tolist()}: only "
+            "-inf marks a part that saw nothing; without strict=True these count as such too"
+        )
 
 
 def _folding(

@@ -10,6 +10,8 @@ from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError, StateError, TreeattnError
 
 T = TypeVar("T")
+#: The wait of ranks for one another.
+DURING = "what all ranks plan together"
 
 
 class Agreement:
@@ -22,8 +24,8 @@ class Agreement:
     `gathered`, by rank.
     """
 
-    def __init__(self, comm: Communicator, call: str = "") -> None:
-        self._comm, self._call = comm, call
+    def __init__(self, comm: Communicator, call: str = "", during: str = DURING) -> None:
+        self._comm, self._call, self._during = comm, call, during
         self.must_match: Mapping[str, object] = {}
         self.share: Any = None
         self.gathered: list[Any] = []
@@ -36,7 +38,7 @@ class Agreement:
             return  # such as Ctrl-C: it ends this process, and so the job
         problem, cause = None if error is None else portable(error), error
         mine = {} if error else self.must_match
-        views = exchange(self._comm, self._call, mine, problem, self.share)
+        views = exchange(self._comm, self._call, mine, problem, self.share, during=self._during)
         for rank, (_, problem, _) in enumerate(views):
             if problem is not None:
                 where = "" if self._comm.size == 1 else f"rank {rank}: "
@@ -60,12 +62,10 @@ class _Statement(NamedTuple):
     what: tuple[Any, ...]
 
 
-def exchange(
-    comm: Communicator, call: str, *mine: Any, during: str = "what all ranks plan together"
-) -> list[tuple[Any, ...]]:
+def exchange(comm: Communicator, call: str, *mine: Any, during: str = DURING) -> list[tuple[Any, ...]]:
     """What every rank says at this point of a call, by rank. Collective.
 
-    during: the wait for it, as a late rank is told of. Raises `StateError` where a rank is at another call.
+    during: the wait for it, as an error names it. Raises `StateError` where a rank is at another call.
     """
     with watchdog.Activity(during):
         said: list[_Statement] = comm.allgather(_Statement(call, mine))
@@ -87,15 +87,11 @@ def portable(error: Exception) -> TreeattnError:
     return (ArgumentError if named else TreeattnError)(f"{type(error).__name__}: {error}")
 
 
-def must_match(comm: Communicator, mine: Mapping[str, object], error: Exception | None = None) -> None:
-    """Collective: return only if no rank brought an `error` and all ranks brought equal values.
-
-    Otherwise every rank raises the same exception, so that none is left waiting in a later call.
-    """
+def must_match(comm: Communicator, mine: Mapping[str, object]) -> None:
+    """Collective: return only if all ranks brought equal values; otherwise every rank raises the same, so
+    that none is left waiting in a later call."""
     with Agreement(comm) as agreed:
         agreed.must_match = mine
-        if error is not None:
-            raise error
 
 
 def collectively(comm: Communicator, make: Callable[[], T], call: str = "") -> T:
@@ -110,15 +106,8 @@ def broadcast_from_root(comm: Communicator, decide: Callable[[], T], what: str) 
 
     what: the wait for it, as a late rank is told of.
     """
-    told: tuple[T | None, TreeattnError | None] = None, None
-    cause: Exception | None = None
-    if comm.rank == 0:
-        try:
-            told = decide(), None
-        except Exception as error:  # whatever it is, the others wait for this rank
-            told, cause = (None, portable(error)), error
-    decision, problem = exchange(comm, what, *told, during=what)[0]
-    if problem is not None:
-        raise problem from (None if cause is problem else cause)
-    made: T = decision
+    with Agreement(comm, what, what) as agreed:
+        if comm.rank == 0:
+            agreed.share = decide()
+    made: T = agreed.gathered[0]
     return made
