@@ -178,6 +178,7 @@ def test_same_bits_as_the_parts(planned, tensors, dtype, scheme):
     with planned(dtype=dtype, scheme=scheme) as decoder, planned(dtype=dtype, scheme=scheme) as parts:
         whole = decoder._whole
         decoder._whole = lambda *arrays: taken.append(whole(*arrays)) or taken[-1]
+        vars(decoder.plan)["fused_step"] = None  # not tried again
         for tokens in (0, 3, 4, 4, 1000, 12000, 700):
             for arrays in (
                 (q, k[:, :tokens], v[:, :tokens]),

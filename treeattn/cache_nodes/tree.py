@@ -9,7 +9,7 @@ from typing import Any
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder.plan import schedule as planned
+from treeattn.decoder.reducers import schedule as planned
 from treeattn.errors import RestrictionError
 from treeattn.mpi import library
 from treeattn.mpi.agreement import collectively

@@ -22,7 +22,7 @@ class CapturedStep:
         captured: CudaGraph,
         give: Callable[[], tuple[Any, Any]],
         owners: tuple[Any, ...],
-        look: Callable[..., None] | None,
+        look: Callable[[Any, dict[str, Any]], None] | None,
         in_order: Callable[[], object],
     ) -> None:
         self._captured, self._give, self._look, self._in_order = captured, give, look, in_order
@@ -52,11 +52,12 @@ class CapturedStep:
         self._thread.take()
         if not self._owners:
             raise StateError("the decoder of this captured step is closed")
-        given = lengths, q_positions, positions, mask, draft_positions, begins
+        seen = {"q_positions": q_positions, "positions": positions, "mask": mask, "begins": begins}
+        seen["draft_positions"] = draft_positions
         self._in_order()
         if self._look is not None:
-            self._look(*given)
-        elif any(one is not None for one in given):
+            self._look(lengths, seen)
+        elif any(one is not None for one in (lengths, *seen.values())):
             raise ArgumentError(
                 "this step was captured without rules, mask or begins: it sees all, by the lengths in the "
                 "array of the capture; pass what queries see to capture(), and change lengths in place"
@@ -74,15 +75,15 @@ def capture(
     run: Callable[..., object],
     *,
     given: tuple[Any, Any, Any, Any],
-    seen: tuple[Any, ...],
+    seen: dict[str, Any],
     owner: object,
     in_order: Callable[[], object],
 ) -> CapturedStep:
     """A whole step of a plan as one graph. Collective.
 
-    run: makes a step by an attention and arrays of the device. given: q, k, v and lengths. seen: q_positions,
-    positions, mask, draft_positions and begins. owner: of the plan, which has to live as long as the graph.
-    in_order: what the plan's steps begin with. Raises as `Decoder.capture` says.
+    run: makes a step by a plan and arrays of the device. given: q, k, v and lengths. seen: what queries see,
+    as `MaskPlan.update` takes it. owner: of the plan, which has to live as long as the graph. in_order: what
+    the plan's steps begin with. Raises as `Decoder.capture` says.
     """
     request = plan.request
     device, stream = request.device, request.device.stream
@@ -96,41 +97,40 @@ def capture(
             "a captured step needs transport='nccl' or 'peer', or one rank without a transport"
         )
     containers = arrays.Containers(device.view, (plan.buffers.out, plan.buffers.lse))
-    attend: Any = plan.attend
-    look: Callable[..., None] | None = None
     q, k, v, lengths = given
+    by_tables = plan.tables is not None or any(one is not None for one in seen.values())
 
-    def taken() -> tuple[Any, ...]:
-        nonlocal attend, look
-        rest = None
-        if plan.tables is not None or any(one is not None for one in seen):
-            attend, look = _tables_of_its_own(plan, k.shape[1], lengths, *seen)
+    def taken() -> tuple[Plan, Callable[..., None] | None, tuple[Any, ...]]:
+        captured, look, rest = plan, None, None
+        if by_tables:
+            captured = plan.with_tables()
+            look = _filling(captured, k.shape[1], lengths, seen)
         else:
             rest = _on_device(device, lengths)
         query, keys, values = containers.take(q, k, v)
         device.check(request.shape, query, keys, values, rest)
-        return query, keys, values, rest
+        return captured, look, (query, keys, values, rest)
 
-    views = collectively(plan.comm, taken)
-    captured = CudaGraph(stream, lambda: run(attend, *views))
+    captured, look, views = collectively(plan.comm, taken)
+    graph = CudaGraph(stream, lambda: run(captured, *views))
     give = containers.give if plan.buffers.given else lambda: (None, None)
-    return CapturedStep(captured, give, (owner, *given), look, in_order)
+    return CapturedStep(graph, give, (owner, *given), look, in_order)
 
 
-def _tables_of_its_own(plan: Plan, tokens: int, *first: Any) -> tuple[Any, Callable[..., None]]:
-    """Attention by tables that no other step fills, and what fills them again over as many tokens: with
-    lengths and what else it is given then, and with `first`, as it is then, in place of None."""
-    assert plan.replan_for_mask is not None  # the device has a stream
-    tables = plan.mask.tables()
-    attend: Any = plan.replan_for_mask(tables)[0]
+def _filling(
+    plan: Plan, tokens: int, first_lengths: Any, first: dict[str, Any]
+) -> Callable[[Any, dict[str, Any]], None]:
+    """What fills the tables of this plan again, over as many tokens, by lengths and what else it is given
+    then; what that leaves out is as it was first, and as it is now. It has filled them once."""
+    attend: Any = plan.attend
 
-    def look(*given: Any) -> None:
-        lengths, *seen = (old if new is None else new for old, new in zip(first, given, strict=True))
-        plan.mask.update(tables, tokens, plan.request.device.host_lengths(lengths), *seen)
+    def fill(lengths: Any, seen: dict[str, Any]) -> None:
+        brought = {name: one for name, one in seen.items() if one is not None}
+        plan.fill_tables(tokens, first_lengths if lengths is None else lengths, **(first | brought))
         attend.refresh()
 
-    look(*first)
-    return attend, look
+    fill(None, {})
+    return fill
 
 
 def _on_device(device: Device, lengths: Any) -> Any:

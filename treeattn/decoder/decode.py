@@ -24,8 +24,9 @@ from treeattn.backends.device import Admitted, Device
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.mask_plan import DeclaredPositions, MaskPlan
-from treeattn.decoder.plan import LocalPlan, selected
+from treeattn.decoder.plan import LocalPlan
 from treeattn.decoder.planned import MaskArguments, PlannedDecode
+from treeattn.decoder.reducers import selected
 from treeattn.decoder.request import Reduction, Request, telling_arguments
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators

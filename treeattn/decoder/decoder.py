@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
-
 from treeattn.attention.mask import Rules
 from treeattn.attention.shape import Shape, check_latent
 from treeattn.attention.shard import CacheFormat, read_positions
@@ -12,8 +9,9 @@ from treeattn.backends.device import find
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.mask_plan import DeclaredPositions
-from treeattn.decoder.plan import LocalPlan, selected
+from treeattn.decoder.plan import LocalPlan
 from treeattn.decoder.planned import PlannedDecode
+from treeattn.decoder.reducers import selected
 from treeattn.decoder.request import Reduction, Request, telling_arguments
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.mpi import communicators
@@ -117,37 +115,14 @@ class Decoder(PlannedDecode):
             raise
         if own.owner is not comm.owner:
             own.owner.let_go()  # another thread may use the decoder
-        self._fewer = dict[int, PlannedDecode]()
-
-    def _decoder_for_queries(self, q: Any) -> PlannedDecode | None:
-        shape: tuple[int, ...] = getattr(q, "shape", ())
-        if len(shape) != 4 or not 0 < shape[1] < self.shape.queries:
-            return None
-        queries = int(shape[1])
-        if queries not in self._fewer:
-            with Agreement(self.plan.comm) as agreed:
-                request = replace(self.plan.request, shape=replace(self.shape, queries=queries))
-                local = LocalPlan(self.plan.comm, request)
-                agreed.must_match, agreed.share = request.settings, local.share
-            self._fewer[queries] = PlannedDecode(local.complete(agreed.gathered), latent=self._latent)
-            self._fewer[queries].owner = self.owner
-        return self._fewer[queries]
 
     def close(self) -> None:
         """Release communicator and requests. Collective."""
-        self.owner.check()
-        while self._fewer:
-            self._fewer.popitem()[1].close()
         super().close()
         self._free_communicator()
 
-    def _leave(self, *exception: Any) -> None:
-        for fewer in self._fewer.values():
-            fewer._leave(*exception)
-        super()._leave(*exception)
-
     def _free_communicator(self) -> None:
-        """The communicator of a decoder that may plan for fewer queries. Collective."""
+        """Collective."""
         if self._kept is not None:
             self._kept.free()
             self._kept = None

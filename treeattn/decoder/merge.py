@@ -26,7 +26,7 @@ from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.runtime.memory import StreamOrder
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder.plan import folding, plan_reducer
+from treeattn.decoder.reducers import folding, plan_reducer
 from treeattn.decoder.request import Reduction, telling_arguments
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators

@@ -1,68 +1,30 @@
-"""From what every rank asks for to what a step runs: agreed once, planned once.
-
-A scheme is a schedule, which an executor runs; a library's own reduction; or a baseline, which may also
-attend while it communicates. Its row says which, and what it can do; nothing here knows the name of one.
-"""
+"""From what every rank asks for to what a step runs: agreed once, planned once."""
 
 from __future__ import annotations
 
 import functools
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from treeattn import bins
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.backends.device import Attention, Device, WholeStep
-from treeattn.collectives.catalog import Selection
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
-from treeattn.collectives.schedule import Result, Schedule
+from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import pipeline, reducers
 from treeattn.decoder.mask_plan import DeclaredPositions, MaskPlan, check_blocks
-from treeattn.decoder.request import Reduction, Request, of_reduction, refuse
-from treeattn.mpi import communicators
+from treeattn.decoder.request import Request
 from treeattn.mpi.agreement import collectively
 from treeattn.partial import Array
-from treeattn.selection import named, select
-
-
-def selected(how: Reduction, comm: Communicator, device: str) -> Selection:
-    """What `how` asks of the ranks of `comm`, or what they take where it names no scheme: see `Reduction`.
-
-    Over the memory of one node the fewest rounds are the fastest; between GPUs, where a launch costs more
-    than a message, all of them in one; between nodes, a message for each node. Raises `ScheduleError`.
-    """
-    if how.scheme is not None:
-        return select(how.scheme)
-    if len(comm.nodes) > 1:
-        return named("hierarchical")
-    return named("all_gather_merge" if device == "cuda" else "recursive_doubling")
-
-
-def folding(
-    scheme: str | Schedule | Reduction | None,
-    because: str,
-    comm: Communicator,
-    device: str,
-    *,
-    to_root: bool = False,
-) -> tuple[Reduction, Selection]:
-    """What ``scheme=`` asks for where finished records are to be folded on every rank, or with `to_root` on
-    rank 0.
-
-    because: what an error says of why. Raises `ArgumentError`, `ScheduleError`, `RestrictionError`.
-    """
-    how = Reduction.of(scheme)
-    selection = selected(how, comm, device)
-    refuse(of_reduction(how, selection) | {"folds": because, "folds everywhere": not to_root})
-    return how, selection
 
 
 class Buffers:
@@ -106,15 +68,13 @@ class Buffers:
             self._memory.copy(self.own, head_major[self.heads].transpose(1, 0, 2, 3))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """What a step is made of, decided once; ``print`` says every stage, buffer and message, and why.
 
-    attend: called with q, k, v and lengths (and a block table), writes the records of this rank; reads
-    `tables` where there are some. reducer: folds those of all ranks, between `buffers.to_wire` and
-    `from_wire`. finish: divides. reduce_and_finish: both in one launch; None where there is none. fused_step:
-    all stages in one call; None likewise. replan_for_mask: plans `attend` and `fused_step` anew for other
-    tables; None where the reducer attends.
+    The stages, in order: `attend`, called with q, k, v and lengths (and a block table), writes the records of
+    this rank, and reads `tables` where there are some; `add_sinks`, on one rank, if any; `buffers.to_wire`;
+    `reducer` folds the records of all ranks; `buffers.from_wire`; `finish` divides.
     """
 
     comm: Communicator
@@ -125,16 +85,42 @@ class Plan:
     mask: MaskPlan
     tables: MaskTables | None
     attend: Attention
+    add_sinks: Callable[[], object] | None
     reducer: Reducer
     finish: Callable[[], object]
-    reduce_and_finish: Callable[[], object] | None
-    fused_step: WholeStep | None
-    replan_for_mask: Callable[[MaskTables], tuple[Attention, WholeStep | None]] | None
 
     def __str__(self) -> str:
         from treeattn.decoder.plan_text import described  # nobody asks in a step
 
         return described(self)
+
+    @functools.cached_property
+    def fused_step(self) -> WholeStep | None:
+        """All stages in one call; None where there is none, or something comes between them."""
+        if self.add_sinks is not None or self.buffers.sliced or self.request.attends_by_reducer:
+            return None
+        results = self.buffers.records, self.buffers.out, self.buffers.lse
+        return self.request.device.whole_step(self.attend, self.reducer, *results)
+
+    @functools.cached_property
+    def reduce_and_finish(self) -> Callable[[], object] | None:
+        """The last stages in one launch; None likewise."""
+        return None if self.buffers.sliced else self.reducer.fuse_epilogue(self.finish)
+
+    def with_tables(self) -> Plan:
+        """The same but for attention, which reads tables of its own. Not where the reducer attends, which
+        lets every query see everything."""
+        tables = self.mask.tables()
+        return replace(self, tables=tables, attend=_attention(self.request, self.buffers, tables))
+
+    def fill_tables(self, tokens: int, lengths: ArrayLike | None, **seen: Any) -> None:
+        """Fill its tables for a step, as `MaskPlan.update` does; lengths of the device, too."""
+        assert self.tables is not None
+        self.mask.update(self.tables, tokens, self.request.device.host_lengths(lengths), **seen)
+
+
+def _attention(request: Request, buffers: Buffers, tables: MaskTables | None) -> Attention:
+    return request.device.attention(request.shape, buffers.records, request.logit_scale, tables)
 
 
 class LocalPlan:
@@ -149,15 +135,11 @@ class LocalPlan:
         device, shape = request.device, request.shape
         device.check_shape(shape)
         self._operator = device.merge_operator(shape.v_dim, shape.record_dtype)
-        self._buffers = Buffers(request, comm, self._operator)
+        self._buffers = buffers = Buffers(request, comm, self._operator)
         self._mask = MaskPlan(request.rules, shape)
         self._tables = self._mask.tables() if request.rules.by_tables else None
-        self._attention = None if request.attends_by_reducer else self._attention_by(self._tables)
-        self._finish = device.finish(self._buffers.own, self._buffers.out, self._buffers.lse)
-
-    def _attention_by(self, tables: MaskTables | None) -> Attention:
-        request = self.request
-        return request.device.attention(request.shape, self._buffers.records, request.logit_scale, tables)
+        self._attend = None if request.attends_by_reducer else _attention(request, buffers, self._tables)
+        self._finish = device.finish(buffers.own, buffers.out, buffers.lse)
 
     @property
     def share(self) -> tuple[str | None, DeclaredPositions]:
@@ -173,23 +155,11 @@ class LocalPlan:
             mask.agree([declared for _, declared in gathered], comm.rank)
         if request.reproducible == "blocks":
             collectively(comm, lambda: check_blocks(mask.runs, comm.size))
-        memory = request.device.memory
-        spec = ReductionSpec(comm, self._operator, buffers.wire, buffers.group, memory)
+        spec = ReductionSpec(comm, self._operator, buffers.wire, buffers.group, request.device.memory)
         rounds, transport, reducer = self.reduction(spec)
         add_sinks = None
         if comm.rank == 0:
             add_sinks = sinks(request.rules, request.device, buffers.records, self._operator)
-
-        def stages(attention: Attention) -> tuple[Attention, WholeStep | None]:
-            """With sinks, which come before the reduction; and a step in one call, where that can be."""
-            if add_sinks is not None:
-                return _SinksAdded(attention, add_sinks), None
-            if buffers.sliced:
-                return attention, None
-            results = buffers.records, buffers.out, buffers.lse
-            return attention, request.device.whole_step(attention, reducer, *results)
-
-        attend, fused_step = stages(self._attention or reducer.take)
         return Plan(
             comm=comm,
             request=request,
@@ -198,88 +168,31 @@ class LocalPlan:
             transport=transport,
             mask=mask,
             tables=self._tables,
-            attend=attend,
+            attend=self._attend or reducer.take,
+            add_sinks=add_sinks,
             reducer=reducer,
             finish=self._finish,
-            reduce_and_finish=None if buffers.sliced else reducer.fuse_epilogue(self._finish),
-            fused_step=fused_step,
-            replan_for_mask=self._attention and (lambda tables: stages(self._attention_by(tables))),
         )
 
     def reduction(self, spec: ReductionSpec) -> tuple[Schedule | None, str, Any]:
         """The schedule, over which transport, and what reduces the records: a library or a baseline, an
         executor of a schedule, or groups of these. Collective."""
         request, buffers = self.request, self._buffers
-        row, how, comm = request.scheme.row, request.how, spec.comm
-        chosen = reducers.choose(request.device.name, how.transport, row, comm.size, comm.library)
-        rounds = schedule(request.scheme, comm, how.output)
+        scheme, how, comm, device = request.scheme, request.how, spec.comm, request.device
+        chosen = reducers.choose(device.name, how.transport, scheme.row, comm.size, comm.library)
+        rounds = reducers.schedule(scheme, comm, how.output)
+        attended = request.shape, request.logit_scale, buffers.records
 
         def reduce(records: Array) -> Reducer:
-            return reducers.plan(chosen, request.scheme, rounds, spec._replace(buffer=records), how.executor)
+            return reducers.plan(chosen, scheme, rounds, spec._replace(buffer=records), how.executor)
 
-        if row.fused:
-            reducers.refuse(how.executor, f"{row.name} attends while it communicates")
-            step = request.shape, request.logit_scale, buffers.records
-            return rounds, chosen, row.plan(spec, *step, **request.scheme.parameters)
+        if scheme.row.fused:
+            reducers.refuse(how.executor, f"{scheme.row.name} attends while it communicates")
+            return rounds, chosen, scheme.row.plan(spec, *attended, **scheme.parameters)
         if how.groups == 1:
             return rounds, chosen, reduce(buffers.wire)
-        given = request.shape, request.logit_scale, buffers.records, request.device
-        groups = pipeline.split(how.groups, *given, reduce)
-        return rounds, chosen, pipeline.Pipeline(groups, request.device.memory)
-
-
-@dataclass(frozen=True, slots=True)
-class _SinksAdded:
-    """Attention, and then the sinks."""
-
-    attention: Any
-    add: Callable[[], object]
-
-    def __call__(self, *arrays: Any) -> None:
-        self.attention(*arrays)
-        self.add()
-
-    def refresh(self) -> None:
-        self.attention.refresh()
-
-
-def plan_reducer(
-    comm: Communicator,
-    device: Device,
-    how: Reduction,
-    scheme: Selection,
-    operator: Operator,
-    buffer: Array,
-) -> Reducer:
-    """The reducer of records that somebody else made: `buffer` [.., operator.width]. Collective.
-
-    scheme: not one that is fused.
-    """
-    chosen = reducers.choose(device.name, how.transport, scheme.row, comm.size, comm.library)
-    reduction = ReductionSpec(comm, operator, buffer, 1, device.memory)
-    rounds = schedule(scheme, comm, how.output)
-    return reducers.plan(chosen, scheme, rounds, reduction, how.executor)
-
-
-def schedule(scheme: Selection, comm: Communicator, output: str = "replicated") -> Schedule | None:
-    """The schedule of `scheme` for `comm`; node groups come from the machine where they are not given.
-    output: as of a `Reduction`.
-
-    None for a scheme that has none: a library's reduction, a baseline. Collective.
-    """
-    if scheme.row.module:
-        return None
-    return _built(scheme, comm.size, communicators.node_groups(comm), _result(output))
-
-
-@functools.lru_cache(maxsize=32)
-def _built(scheme: Selection, size: int, nodes: tuple[tuple[int, ...], ...], result: Result) -> Schedule:
-    return scheme.build(size, nodes if scheme.needs_nodes else None, result)
-
-
-def _result(output: str) -> Result:
-    """What is asked of a schedule that leaves its result on every rank."""
-    return "root" if output == "root" else "replicated"
+        groups = pipeline.split(how.groups, *attended, device, reduce)
+        return rounds, chosen, pipeline.Pipeline(groups, device.memory)
 
 
 def _own_heads(heads: int, output: str, comm: Communicator) -> slice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from operator import attrgetter
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast
@@ -11,30 +12,24 @@ from numpy.typing import ArrayLike
 
 from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray
-from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import BlockTable, check_lengths
-from treeattn.attention.shard import Positions, Shard
+from treeattn.attention.shard import Shard
 from treeattn.collectives.runtime.memory import StreamOrder
 from treeattn.collectives.runtime.reducer import Owner, Sent
 from treeattn.decoder import captured_step
 from treeattn.decoder.captured_step import CapturedStep
-from treeattn.decoder.plan import Plan
+from treeattn.decoder.plan import LocalPlan, Plan
 from treeattn.decoder.request import refuse
 from treeattn.errors import ArgumentError, StateError
+from treeattn.mpi.agreement import Agreement
 from treeattn.partial import Array
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-#: One step: its attention, all of it in one call or None, its arrays, block table, and mask tables. A plain
-#: tuple, since every step in parts makes one.
-_Step: TypeAlias = tuple[
-    Callable[..., None],
-    Callable[..., bool] | None,
-    tuple[Any, Any, Any, ArrayLike | None],
-    BlockTable | None,
-    MaskTables | None,
-]
+#: One step: the plan that it follows, (q, k, v, lengths), and a block table. A plain tuple, since every step
+#: in parts makes one.
+_Step: TypeAlias = tuple[Plan, tuple[Any, Any, Any, ArrayLike | None], BlockTable | None]
 
 
 class MaskArguments(TypedDict, total=False):
@@ -64,18 +59,18 @@ class PlannedDecode:
         """latent: whether a step may leave v out, as the first channels of k."""
         self.plan, self._latent, self.owner = plan, latent, Owner("this decoder")
         stream, results = self._device.stream, (plan.buffers.out, plan.buffers.lse)
-        self.out, self.lse = self._results = (
-            results if plan.buffers.given else cast(arrays.Pair, (None, None))
-        )
+        self._results = results if plan.buffers.given else cast(arrays.Pair, (None, None))
+        self.out, self.lse = self._results
         self._containers = arrays.Containers(self._device.view, results)
         self._in_order: Callable[[], object] = tuple if stream is None else StreamOrder(stream)
-        self._tables, self._by_tables = plan.tables, (plan.attend, plan.fused_step)
-        # A step of arrays and nothing beside them, which is tried first.
+        # What a step with a mask follows, from the first one on; and a step of arrays alone, tried first.
+        self._masked = plan if plan.tables is not None else None
         self._whole = plan.fused_step if plan.tables is None else None
-        # Of a step in parts: how far it is, and whose it is where it has fewer queries than planned.
+        # How far a step in parts is, and whose it is where it has fewer queries than planned.
         self._stage: Literal["local", "begun", "folded"] | None = None
         self._part: PlannedDecode | None = None
-        self._latent_of: tuple[Array, Array] | None = None
+        self._fewer = dict[int, PlannedDecode]()
+        self._values: tuple[Any, Any] = (None, None)
         self._captured: list[CapturedStep] = []
 
     def __repr__(self) -> str:
@@ -134,9 +129,8 @@ class PlannedDecode:
         if fewer := self._decoder_for_queries(q):
             return fewer(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
         step = self._prepare(q, k, v, lengths, q_positions, begins, mask)
-        _, whole, taken, table, tables = step
-        untried = tables is not None or taken[2] is not v
-        if untried and whole is not None and table is None and whole(*taken):
+        plan, taken, table = step
+        if table is None and plan.fused_step is not None and plan.fused_step(*taken):
             return self._given()
         return self._in_parts(step)
 
@@ -146,10 +140,21 @@ class PlannedDecode:
             raise StateError(f"{self.scheme}: begin() began a step, which finish() must end before another")
         self._stage = self._part = None
 
-    def _decoder_for_queries(self, q: AnyArray) -> PlannedDecode | None:
+    def _decoder_for_queries(self, q: Any) -> PlannedDecode | None:
         """The steps of fewer queries than planned, planned when their number first comes; None for all
         others. Collective then."""
-        return None
+        shape: tuple[int, ...] = getattr(q, "shape", ())
+        if len(shape) != 4 or not 0 < shape[1] < self.shape.queries:
+            return None
+        queries = int(shape[1])
+        if queries not in self._fewer:
+            with Agreement(self.plan.comm) as agreed:
+                request = replace(self.plan.request, shape=replace(self.shape, queries=queries))
+                local = LocalPlan(self.plan.comm, request)
+                agreed.must_match, agreed.share = request.settings, local.share
+            self._fewer[queries] = PlannedDecode(local.complete(agreed.gathered), latent=self._latent)
+            self._fewer[queries].owner = self.owner
+        return self._fewer[queries]
 
     def _prepare(
         self,
@@ -161,29 +166,30 @@ class PlannedDecode:
         begins: ArrayLike | None = None,
         mask: Array | None = None,
     ) -> _Step:
-        """What a step was given, with the tables of what queries see filled. Raises `ArgumentError`."""
-        positions = draft_positions = table = None
-        if v is None or isinstance(k, Shard):
-            k, v, lengths, positions, table, draft_positions = self._unpack(k, v, lengths)
+        """A step over these arrays, with the tables of what queries see filled. Raises `ArgumentError`."""
+        k, v, lengths, table, seen = self._unpack(k, v, lengths)
         q, k, v = self._containers.take(q, k, v)
-        if self.plan.tables is None and mask is None and draft_positions is None and begins is None:
-            return self.plan.attend, self._whole, (q, k, v, lengths), table, None
-        given = q_positions, positions, mask, draft_positions, begins
-        attend, whole = self._update_mask(k, lengths, table, *given)
-        return attend, whole, (q, k, v, None), table, self._tables
+        if (table is None) != (self.shape.page_size is None):
+            plan = "plan with cache=CacheFormat(page_size=) for a block_table"
+            remedy = "pass Shard(block_table=)" if table is None else plan
+            raise ArgumentError(f"this decoder is planned with page_size={self.shape.page_size}: {remedy}")
+        plain = mask is None and begins is None and seen.get("draft_positions") is None
+        if self.plan.tables is None and plain:
+            return self.plan, (q, k, v, lengths), table
+        seen |= {"q_positions": q_positions, "mask": mask, "begins": begins}
+        return self._update_mask(k, lengths, table, seen), (q, k, v, None), table
 
     def _unpack(
         self, k: AnyArray | Shard, v: AnyArray | None, lengths: ArrayLike | None
-    ) -> tuple[AnyArray, AnyArray, ArrayLike | None, Positions | None, BlockTable | None, ArrayLike | None]:
-        """(k, v, lengths, positions, block_table, draft_positions) of a step."""
-        positions = draft_positions = table = None
+    ) -> tuple[AnyArray, AnyArray, ArrayLike | None, BlockTable | None, dict[str, Any]]:
+        """k, v, lengths, block table, and what else a `Shard` says of positions, by name."""
+        table, positions = None, dict[str, Any]()
         if isinstance(k, Shard):
             shard = Shard.of(k, v, lengths)
             self.shape.check_shard(shard)
-            k, v, lengths = shard.k, shard.v, shard.lengths
-            positions, table, draft_positions = shard.positions, shard.block_table, shard.draft_positions
-        values = self._first_channels(k) if v is None else v
-        return k, values, lengths, positions, table, draft_positions
+            k, v, lengths, table = shard.k, shard.v, shard.lengths, shard.block_table
+            positions = {"positions": shard.positions, "draft_positions": shard.draft_positions}
+        return k, self._first_channels(k) if v is None else v, lengths, table, positions
 
     def _first_channels(self, k: Any) -> Array:
         """The values of latent attention, a view of k; the same one for the same array, which is bound."""
@@ -191,51 +197,27 @@ class PlannedDecode:
             raise ArgumentError(
                 "v is missing: pass it, or plan with cache=CacheFormat(v_dim=), how many channels of k it is"
             )
-        if self._latent_of is None or self._latent_of[0] is not k or type(k) is not type(self.records):
-            self._latent_of = k, k[..., : self.shape.v_dim]
-        return self._latent_of[1]
+        if self._values[0] is not k or type(k) is not type(self.records):
+            self._values = k, k[..., : self.shape.v_dim]
+        values: Array = self._values[1]
+        return values
 
     def _update_mask(
-        self,
-        k: AnyArray,
-        lengths: ArrayLike | None,
-        block_table: BlockTable | None,
-        q_positions: ArrayLike | None,
-        positions: Positions | None,
-        mask: Array | None,
-        draft_positions: ArrayLike | None,
-        begins: ArrayLike | None,
-    ) -> tuple[Callable[..., None], Callable[..., bool] | None]:
-        """Fill the tables of a step; attention and fused step that read them."""
-        tokens, plan = self._tokens(k, lengths, block_table), self.plan
-        if self._tables is None:  # a mask or begins, for the first time
-            drafts = mask is not None or draft_positions is not None
-            brought = {"mask": drafts and "mask", "begins": begins is not None and "begins"}
-            refuse(plan.request.properties | brought)
-            assert plan.replan_for_mask is not None, "a reducer that attends sees everything"
-            tables = plan.mask.tables()
-            self._tables, self._by_tables = tables, plan.replan_for_mask(tables)
-        host = self._device.host_lengths(lengths)
-        plan.mask.update(self._tables, tokens, host, q_positions, positions, mask, draft_positions, begins)
-        return self._by_tables
-
-    def _tokens(self, k: AnyArray, lengths: ArrayLike | None, block_table: BlockTable | None) -> int:
-        """How many there can be of a sequence."""
-        page_size = self._page_size(block_table)
-        if page_size is None:
-            return k.shape[1] if len(k.shape) == 4 else 0
-        pages = self._device.block_table(self.shape, block_table).shape[1]
-        check_lengths(self._device.host_lengths(lengths), page_size, pages)
-        return int(pages * page_size)
-
-    def _page_size(self, block_table: BlockTable | None) -> int | None:
-        """As planned, which a step cannot change."""
-        planned: int | None = self.shape.page_size
-        if (block_table is None) != (planned is None):
-            plan = "plan with cache=CacheFormat(page_size=) for a block_table"
-            remedy = "pass Shard(block_table=)" if block_table is None else plan
-            raise ArgumentError(f"this decoder is planned with page_size={planned}: {remedy}")
-        return planned
+        self, k: AnyArray, lengths: ArrayLike | None, table: BlockTable | None, seen: dict[str, Any]
+    ) -> Plan:
+        """The plan of a step with a mask, whose tables are filled."""
+        if self._masked is None:
+            drafts = seen["mask"] is not None or seen.get("draft_positions") is not None
+            brought = {"mask": drafts and "mask", "begins": seen["begins"] is not None and "begins"}
+            refuse(self.plan.request.properties | brought)
+            self._masked = self.plan.with_tables()
+        tokens, page_size = k.shape[1] if len(k.shape) == 4 else 0, self.shape.page_size
+        if page_size is not None:
+            pages = self._device.block_table(self.shape, table).shape[1]
+            check_lengths(self._device.host_lengths(lengths), page_size, pages)
+            tokens = pages * page_size
+        self._masked.fill_tables(tokens, lengths, **seen)
+        return self._masked
 
     def _in_parts(self, step: _Step) -> tuple[Array, Array]:
         self._attend(step)
@@ -248,11 +230,14 @@ class PlannedDecode:
 
     def _attend(self, step: _Step) -> None:
         self._in_order()
-        attend, _, (q, k, v, lengths), table, tables = step
-        if self._page_size(table) is None:
-            attend(q, k, v, self._device.check(self.shape, q, k, v, lengths))
+        plan, (q, k, v, lengths), table = step
+        if table is None:
+            plan.attend(q, k, v, self._device.check(self.shape, q, k, v, lengths))
         else:
-            attend(q, k, v, *self._device.check_pages(self.shape, q, k, v, lengths, table, tables))
+            given = self._device.check_pages(self.shape, q, k, v, lengths, table, plan.tables)
+            plan.attend(q, k, v, *given)
+        if plan.add_sinks is not None:
+            plan.add_sinks()
 
     def _reduce(self) -> None:
         self.plan.buffers.to_wire()
@@ -313,14 +298,11 @@ class PlannedDecode:
         The arrays may be written again when this returns (a ring: after `finish`), on a GPU when its stream
         has come so far. Raises `StateError` where the last step that began is not finished.
         """
-        self.owner.take()
         self.local(q, k, v, lengths, **seen)
-        (self._part or self)._start()
-
-    def _start(self) -> None:
-        self.plan.buffers.to_wire()
-        self.plan.reducer.start()
-        self._stage = "begun"
+        step = self._part or self
+        step.plan.buffers.to_wire()
+        step.plan.reducer.start()
+        step._stage = "begun"
 
     def test(self) -> bool:
         """Go on with the reduction that `begin` began, without waiting; whether it is all there.
@@ -392,12 +374,12 @@ class PlannedDecode:
         self._begin_anew()
         if fewer := self._decoder_for_queries(q):
             return fewer.capture(q, k, v, lengths, **seen)
-        k, v, lengths, positions, _, draft_positions = self._unpack(k, v, lengths)
+        k, v, lengths, _, positions = self._unpack(k, v, lengths)
         step = captured_step.capture(
             self.plan,
-            lambda attend, *taken: self._in_parts((attend, None, taken, None, None)),
+            lambda plan, *taken: self._in_parts((plan, taken, None)),
             given=(q, k, v, lengths),
-            seen=(seen.get("q_positions"), positions, seen.get("mask"), draft_positions, seen.get("begins")),
+            seen={**seen, **positions},
             owner=self,
             in_order=self._in_order,
         )
@@ -417,6 +399,8 @@ class PlannedDecode:
     def close(self) -> None:
         """Release communicator and requests. Collective."""
         self.owner.check()
+        while self._fewer:
+            self._fewer.popitem()[1].close()
         self._drop_captured()
         self._reducer.close()
 
@@ -431,6 +415,8 @@ class PlannedDecode:
 
     def _leave(self, *exception: object) -> None:
         """The end of this rank alone, after an error."""
+        for fewer in self._fewer.values():
+            fewer._leave(*exception)
         self._drop_captured()
         self._reducer.__exit__(*exception)
 

@@ -1,5 +1,9 @@
 """How records travel between ranks, and who folds them on the way.
 
+A scheme is a schedule, which an executor runs; a library's own reduction; or a baseline, which may also
+attend while it communicates. Its row in the catalogue says which, and what it can do; nothing here knows the
+name of one, but what ranks take where none is named.
+
 From the host there is one transport, ``"mpi"``, which between ranks of a process group is torch's messages.
 From GPUs there are four (`treeattn.decoder.gpu_reducers`), each taken only when it is named.
 
@@ -17,16 +21,23 @@ Unless one is asked for, ranks take the first that all of them can have.
 
 from __future__ import annotations
 
+import functools
 import warnings
 
+from treeattn.backends.device import Device
 from treeattn.collectives.catalog import DEVICES, Scheme, Selection
 from treeattn.collectives.executors import compiled, interpreter, slots
 from treeattn.collectives.runtime.communicator import Communicator
+from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
-from treeattn.collectives.schedule import Schedule
+from treeattn.collectives.schedule import Result, Schedule
+from treeattn.decoder.request import Reduction, of_reduction
+from treeattn.decoder.request import refuse as refuse_properties
 from treeattn.errors import RestrictionError, SharingError, TransportError
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement, collectively
+from treeattn.partial import Array
+from treeattn.selection import named, select
 
 _BY_MPI = ("mpi", "cuda-mpi", "host")
 
@@ -35,6 +46,55 @@ _CHOICES = {
     "cuda": "transport='nccl' (from GPU to GPU), 'peer' (GPUs of a node by one another's memory, nodes by "
     "NCCL), 'cuda-mpi' (the MPI library takes GPU buffers) or 'host' (any MPI, through page-locked memory)",
 }
+
+
+def selected(how: Reduction, comm: Communicator, device: str) -> Selection:
+    """What `how` asks of the ranks of `comm`, or what they take where it names no scheme: see `Reduction`.
+
+    Over the memory of one node the fewest rounds are the fastest; between GPUs, where a launch costs more
+    than a message, all of them in one; between nodes, a message for each node. Raises `ScheduleError`.
+    """
+    if how.scheme is not None:
+        return select(how.scheme)
+    if len(comm.nodes) > 1:
+        return named("hierarchical")
+    return named("all_gather_merge" if device == "cuda" else "recursive_doubling")
+
+
+def folding(
+    scheme: str | Schedule | Reduction | None,
+    because: str,
+    comm: Communicator,
+    device: str,
+    *,
+    to_root: bool = False,
+) -> tuple[Reduction, Selection]:
+    """What ``scheme=`` asks for where finished records are to be folded on every rank, or with `to_root` on
+    rank 0.
+
+    because: what an error says of why. Raises `ArgumentError`, `ScheduleError`, `RestrictionError`.
+    """
+    how = Reduction.of(scheme)
+    selection = selected(how, comm, device)
+    refuse_properties(of_reduction(how, selection) | {"folds": because, "folds everywhere": not to_root})
+    return how, selection
+
+
+def schedule(scheme: Selection, comm: Communicator, output: str = "replicated") -> Schedule | None:
+    """The schedule of `scheme` for `comm`; node groups come from the machine where they are not given.
+    output: as of a `Reduction`.
+
+    None for a scheme that has none: a library's reduction, a baseline. Collective.
+    """
+    if scheme.row.module:
+        return None
+    result: Result = "root" if output == "root" else "replicated"
+    return _built(scheme, comm.size, communicators.node_groups(comm), result)
+
+
+@functools.lru_cache(maxsize=32)
+def _built(scheme: Selection, size: int, nodes: tuple[tuple[int, ...], ...], result: Result) -> Schedule:
+    return scheme.build(size, nodes if scheme.needs_nodes else None, result)
 
 
 def choose(device: str, transport: str | None, scheme: Scheme, size: int, library: str = "mpi") -> str:
@@ -92,6 +152,18 @@ def plan(
     from treeattn.decoder import gpu_reducers
 
     return gpu_reducers.PLANNERS[transport](selection, schedule, reduction, executor)
+
+
+def plan_reducer(
+    comm: Communicator, device: Device, how: Reduction, scheme: Selection, operator: Operator, buffer: Array
+) -> Reducer:
+    """The reducer of records that somebody else made: `buffer` [.., operator.width]. Collective.
+
+    scheme: not one that is fused.
+    """
+    chosen = choose(device.name, how.transport, scheme.row, comm.size, comm.library)
+    reduction = ReductionSpec(comm, operator, buffer, 1, device.memory)
+    return plan(chosen, scheme, schedule(scheme, comm, how.output), reduction, how.executor)
 
 
 def over_mpi(

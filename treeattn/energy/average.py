@@ -24,7 +24,7 @@ from treeattn.backends import device as devices
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.mask_plan import DeclaredPositions, MaskPlan
-from treeattn.decoder.plan import folding, plan_reducer
+from treeattn.decoder.reducers import folding, plan_reducer
 from treeattn.decoder.request import Reduction, Request
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.mpi import communicators

@@ -26,7 +26,7 @@ from treeattn.backends.device import Device, find
 from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
-from treeattn.decoder.plan import folding
+from treeattn.decoder.reducers import folding
 from treeattn.decoder.request import Reduction, refuse, telling_arguments
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from treeattn.decoder.plan import selected
+from treeattn.decoder.reducers import selected
 from treeattn.decoder.request import Reduction
 
 ONE_NODE, TWO_NODES = ((0, 1, 2),), ((0, 1), (2,))

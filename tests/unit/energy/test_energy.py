@@ -12,7 +12,7 @@ from tests.support.drawn import examples
 from tests.support.energies import SCALE, dense, diagonal, random_energy
 from tests.support.exporters import Dlpack, OnGpu
 from treeattn import Rules, Shard, energy, partial, reference
-from treeattn.decoder.plan import plan_reducer
+from treeattn.decoder.reducers import plan_reducer
 from treeattn.energy import average
 from treeattn.energy.average import records
 from treeattn.errors import ArgumentError, RestrictionError
