@@ -80,11 +80,12 @@ def accept_greedy(
 
         def step(row: int, node: int) -> tuple[list[int], int]:
             said = tokens[row, node] if node >= 0 or begin is None else begin[row]
-            return _child_of(tree, row, node, int(said))
+            children = tree.children(row, node)
+            return children[tree.tokens[row, children] == said][:1].tolist(), int(said)
 
         return _walk(tree, first is not None, step)
 
-    return _on_all_ranks(comm, walk)
+    return broadcast_from_root(communicators.intracomm(comm), walk, "what rank 0 accepts")
 
 
 def accept_speculative(
@@ -163,7 +164,7 @@ def accept_speculative(
 
         return _walk(tree, first is not None, step)
 
-    return _on_all_ranks(comm, walk)
+    return broadcast_from_root(communicators.intracomm(comm), walk, "what rank 0 accepts")
 
 
 def _residual(p: Probabilities, q: Probabilities, token: int) -> tuple[Probabilities, Probabilities]:
@@ -173,11 +174,6 @@ def _residual(p: Probabilities, q: Probabilities, token: int) -> tuple[Probabili
     left, remaining = rest.sum(), others.sum()
     # p = q to the last bit leaves nothing, and then nothing is ever refused but by rounding.
     return rest / left if left > 0 else p, others / remaining if remaining > 0 else others
-
-
-def _child_of(tree: TokenTree, row: int, node: int, token: int) -> tuple[list[int], int]:
-    children = tree.children(row, node)
-    return children[tree.tokens[row, children] == token][:1].tolist(), token
 
 
 def draw_token(p: Probabilities, generator: np.random.Generator) -> int:
@@ -194,7 +190,13 @@ def _walk(tree: TokenTree, from_context: bool, step: Step) -> Accepted:
     """Go down every row's tree as `step` says: the slots that are kept, and the token after them."""
     paths, tokens = [], []
     for row in range(tree.batch):
-        path = [] if from_context else _only_root(tree, row)
+        roots = tree.children(row).tolist()
+        if not from_context and len(roots) != 1:
+            raise ArgumentError(
+                f"row {row} has {len(roots)} roots: without first= it is one, the token that was sampled "
+                "last; pass what the model says after the context"
+            )
+        path = [] if from_context else roots
         while True:
             child, token = step(row, path[-1] if path else -1)
             if not child:
@@ -206,21 +208,6 @@ def _walk(tree: TokenTree, from_context: bool, step: Step) -> Accepted:
     for row, path in enumerate(paths):
         kept[row, : len(path)] = path
     return Accepted(kept, (kept >= 0).sum(1), np.array(tokens, np.int64))
-
-
-def _only_root(tree: TokenTree, row: int) -> list[int]:
-    roots: list[int] = tree.children(row).tolist()
-    if len(roots) != 1:
-        raise ArgumentError(
-            f"row {row} has {len(roots)} roots: without first= it is one, the token that was sampled last; "
-            "pass what the model says after the context"
-        )
-    return roots
-
-
-def _on_all_ranks(comm: Given, walk: Callable[[], Accepted]) -> Accepted:
-    """What rank 0 decides, or its error, on every rank."""
-    return broadcast_from_root(communicators.intracomm(comm), walk, "what rank 0 accepts")
 
 
 def _distributions(

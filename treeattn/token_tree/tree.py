@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,9 +27,8 @@ class TokenTree:
 
     tokens: [batch, L] integers. parents: [batch, L] int32, the slot of the token before, -1 for one that
     follows the context. lengths: [batch], the nodes of each row; slots from there on are pads: node 0 again,
-    without a parent. origin: [batch, L], where each node's token stood in what the tree was made from (a row
-    of it, flattened). unpack_map: the other way, the slot of each token that was given, in the shape it was
-    given in; -1 where it was dropped.
+    without a parent. unpack_map: the slot of each token that was given, in the shape it was given in; -1
+    where it is in no node.
 
     >>> tree = treeattn.token_tree.TokenTree.from_paths([[7, 1, 2], [7, 3]])
     >>> tree.tokens.tolist(), tree.parents.tolist(), tree.depths.tolist()
@@ -40,11 +38,10 @@ class TokenTree:
     tokens: Integers
     parents: Integers
     lengths: Integers
-    origin: Integers
     unpack_map: Integers
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "parents", "lengths", "origin", "unpack_map"):
+        for name in ("tokens", "parents", "lengths", "unpack_map"):
             getattr(self, name).flags.writeable = False
 
     @classmethod
@@ -61,7 +58,6 @@ class TokenTree:
             tokens=packed.packed_beam,
             parents=np.where(_valid(packed.lengths, parents.shape[1]), parents, -1).astype(np.int32),
             lengths=packed.lengths,
-            origin=packed.packed_token_indices,
             unpack_map=packed.unpack_map,
         )
 
@@ -71,9 +67,9 @@ class TokenTree:
     ) -> TokenTree:
         """A tree from the parent of each token, both [batch, L], -1 for a token that follows the context.
 
-        Any order will do: nodes whose parents come first keep theirs, the others move behind their parents;
-        `origin` says which stands where. lengths: [batch], valid tokens of each row, all unless given; there
-        are L slots whatever they are.
+        Any order will do: nodes whose ancestors come first keep theirs, the others move behind their parents;
+        `origin` says which token each node is. lengths: [batch], valid tokens of each row, all unless given;
+        there are L slots whatever they are.
 
         Raises `ArgumentError` for tokens or parents that are no integers, parents that form a cycle or lie
         outside the row.
@@ -84,19 +80,17 @@ class TokenTree:
                 f"tokens {list(words.shape)} and parents {list(above.shape)}: both are [batch, nodes]"
             )
         counts = _checked_lengths(lengths, *words.shape)
-        batch, nodes = words.shape
-        slots = np.full((batch, nodes + 1), -1)  # of each token; the last is that of -1
-        origin = np.zeros((batch, nodes), np.int64)
-        for row, count in enumerate(counts):
-            order = _parents_first(row, above[row, :count].tolist())
-            origin[row, :count], origin[row, count:] = order, order[0] if order else 0
-            slots[row, order] = np.arange(count)
-        before = np.where(_valid(counts, nodes), np.take_along_axis(above, origin, 1), -1)
+        real = _valid(counts, words.shape[1])
+        above = np.where(real, above.astype(np.int64), -1)
+        order = _parents_first(above, counts)
+        slots = np.full((len(words), words.shape[1] + 1), -1)  # of each token; the last is that of -1
+        np.put_along_axis(slots, order, np.where(real, np.arange(words.shape[1]), -1), 1)
+        order = np.where(real, order, order[:, :1])
+        before = np.where(real, np.take_along_axis(above, order, 1), -1)
         return cls(
-            tokens=np.take_along_axis(words, origin, 1),
+            tokens=np.take_along_axis(words, order, 1),
             parents=np.take_along_axis(slots, before, 1).astype(np.int32),
             lengths=counts,
-            origin=origin,
             unpack_map=slots[:, :-1].copy(),
         )
 
@@ -120,15 +114,11 @@ class TokenTree:
                     unpack_map[row, index, depth] = here
         lengths = np.array(list(map(len, prefixes)))
         shape = len(rows), int(lengths.max())
-        tokens, origin = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
-        parents = np.full(shape, -1, np.int32)
+        tokens, parents = np.zeros(shape, np.int64), np.full(shape, -1, np.int32)
         for row, slots in enumerate(prefixes):
             parents[row, : len(slots)], tokens[row, : len(slots)] = np.transpose(list(slots))
-            found, first = np.unique(unpack_map[row], return_index=True)
-            origin[row, found[found >= 0]] = first[found >= 0]
-            for array in (tokens, origin):  # pads are node 0
-                array[row, lengths[row] :] = array[row, 0]
-        return cls(tokens, parents, lengths, origin, unpack_map)
+            tokens[row, len(slots) :] = tokens[row, 0]
+        return cls(tokens, parents, lengths, unpack_map)
 
     @classmethod
     def chain(cls, tokens: ArrayLike, lengths: ArrayLike | None = None) -> TokenTree:
@@ -151,6 +141,14 @@ class TokenTree:
     def real(self) -> Mask:
         """Which slots are nodes, not pads, bool [batch, L]."""
         return _valid(self.lengths, self.nodes)
+
+    @cached_property
+    def origin(self) -> Integers:
+        """Where each node's token was first in what the tree was made from (a row of it, flattened), [batch,
+        L]; a pad has node 0's."""
+        given = self.unpack_map.reshape(self.batch, 1, -1)
+        first = (given == np.arange(self.nodes)[:, None]).argmax(2)
+        return np.asarray(np.where(self.real, first, first[:, :1]))
 
     @cached_property
     def ancestry(self) -> Integers:
@@ -227,26 +225,24 @@ def _valid(lengths: Integers, nodes: int) -> Mask:
     return np.asarray(np.arange(nodes) < lengths[:, None])
 
 
-def _parents_first(row: int, parents: list[int]) -> list[int]:
-    """A topological order: of the nodes that may come next, the lowest, so that nodes before which all their
-    ancestors stand keep their order. Raises `ArgumentError`."""
-    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]  # the last: of -1
-    for node, parent in enumerate(parents):
-        if not -1 <= parent < len(parents):
-            raise ArgumentError(
-                f"row {row}: node {node} has parent {parent}, a row of {len(parents)} nodes has 0 to "
-                f"{len(parents) - 1}, and -1 for what follows the context"
-            )
-        children[parent].append(node)
-    ready, order = list(children[-1]), []
-    while ready:
-        order.append(heapq.heappop(ready))
-        for child in children[order[-1]]:
-            heapq.heappush(ready, child)
-    if len(order) < len(parents):
-        stuck = sorted(set(range(len(parents))) - set(order))
-        raise ArgumentError(f"row {row}: the parents of nodes {stuck} form a cycle: each must lead to a -1")
-    return order
+def _parents_first(parents: Integers, counts: Integers) -> Integers:
+    """The order [batch, nodes] by the latest ancestor, then by depth: nodes whose ancestors come first keep
+    theirs, and pads stay last. Raises `ArgumentError`."""
+    for row, node in np.argwhere((parents < -1) | (parents >= counts[:, None])).tolist():
+        raise ArgumentError(
+            f"row {row}: node {node} has parent {parents[row, node]}, a row of {counts[row]} nodes has 0 to "
+            f"{counts[row] - 1}, and -1 for what follows the context"
+        )
+    depths, above = np.zeros_like(parents), parents
+    latest = np.broadcast_to(np.arange(parents.shape[1]), parents.shape)
+    while (above >= 0).any():
+        if (depths > counts[:, None]).any():
+            row = int(np.nonzero(above >= 0)[0][0])
+            nodes = np.flatnonzero(above[row] >= 0).tolist()
+            raise ArgumentError(f"row {row}: the parents of nodes {nodes} form a cycle: each must lead to -1")
+        depths, latest = depths + (above >= 0), np.maximum(latest, above)
+        above = np.where(above >= 0, np.take_along_axis(parents, np.maximum(above, 0), 1), -1)
+    return np.lexsort((depths, latest))
 
 
 def _batch_of_paths(paths: Sequence[Any]) -> list[list[list[int]]]:
@@ -260,10 +256,10 @@ def _batch_of_paths(paths: Sequence[Any]) -> list[list[list[int]]]:
     for row, given in enumerate(deep):
         if not any(given):
             raise ArgumentError(f"row {row} has no path with a token in it")
-        if not all(isinstance(t, int | np.integer) and not isinstance(t, bool) for p in given for t in p):
-            raise ArgumentError(f"row {row}: a path holds token ids, which are integers")
-        if not all(-(2**63) <= t < 2**63 for p in given for t in p):
-            raise ArgumentError(f"row {row}: a token id lies beyond int64")
+        for token in (token for path in given for token in path):
+            whole = isinstance(token, int | np.integer) and not isinstance(token, bool)
+            if not (whole and -(2**63) <= token < 2**63):
+                raise ArgumentError(f"row {row}: {token!r:.40} is no token id, an integer of 64 bits")
     if not deep:
         raise ArgumentError("no paths: give a list of them for each row of the batch")
     return deep

@@ -127,6 +127,7 @@ CHAIN = TokenTree.chain([[1, 2, 3]])
     ("make", "words"),
     [
         (lambda: TokenTree.from_parents([[1, 2, 3]], [[-1, 2, 1]]), "nodes [1, 2] form a cycle"),
+        (lambda: TokenTree.from_parents([[1] * 4] * 2, [[-1, 0, 1, 2], [-1, 3, 1, 2]]), "row 1: the parents"),
         (lambda: TokenTree.from_parents([[1]], [[0]]), "nodes [0] form a cycle"),
         (lambda: TokenTree.from_parents([[1, 2]], [[-1, 2]]), "node 1 has parent 2"),
         (lambda: TokenTree.from_parents([[1, 2]], [[-1, -2]]), "node 1 has parent -2"),
@@ -139,8 +140,8 @@ CHAIN = TokenTree.chain([[1, 2, 3]])
         (lambda: TokenTree.from_parents([[]], [[]]), "float64: integers are needed"),
         (lambda: TokenTree.from_parents(np.zeros((1, 0), int), np.zeros((1, 0), int)), "both are"),
         (lambda: TokenTree.from_beams(np.zeros((1, 1, 1))), "float64: token ids are integers"),
-        (lambda: TokenTree.from_paths([[1, "a"]]), "integers"),
-        (lambda: TokenTree.from_paths([[1, 2**63]]), "beyond int64"),
+        (lambda: TokenTree.from_paths([[1, "a"]]), "is no token id, an integer"),
+        (lambda: TokenTree.from_paths([[1, 2**63]]), "an integer of 64 bits"),
         (lambda: TokenTree.from_paths([]), "no paths"),
         (lambda: TokenTree.chain([[1], [2, 3]]), "rows of equal length"),
         (lambda: TokenTree.from_paths([[[]]]), "no path with a token"),
