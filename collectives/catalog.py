@@ -2,7 +2,7 @@
 
 A scheme is one file in `schemes/` with a pure function ``size, **parameters -> Schedule`` of the same name,
 and one row here. A scheme string is ``name:key=value:key=value``; lists are ``4+4+2``; a scheme
-inside a scheme stands in parentheses: ``hierarchical:inner=(k_nomial_tree:radix=4):outer=ring``.
+inside a scheme is written in parentheses: ``hierarchical:inner=(k_nomial_tree:radix=4):outer=ring``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Scheme:
     (`Schedule`); who asks for "root" gets what of a replicated one leads there.
     generator: makes its schedule of a number of ranks and parameters. Rows of kind ``"library"`` have none:
     the library decides what it does, `description` says what is known; nor have those of kind
-    ``"baseline"``, which stand in a list of their own, `treeattn.baselines`. Both name the `module` that
+    ``"baseline"``, which are listed in `treeattn.baselines`. Both name the `module` that
     plans them. compiled: it calls the operator's compiled form. fused: attends while it communicates, so it
     has no reduction of its own; its `plan` takes more (`treeattn.baselines`).
     transports: how its records can travel. elsewhere: what to take on another device.
@@ -310,7 +310,7 @@ def build(scheme: str, size: int, *, result: Result = "replicated", **params: ob
     """The schedule of `scheme` (a name or scheme string) over `size` ranks.
 
     Parameters come from the text or as keywords: ``build("k_nomial_tree", 16, radix=4)``. `nodes` may be
-    a sequence of node sizes or of the ranks of each node; None stands for the default. ``result="root"`` is
+    a sequence of node sizes or of the ranks of each node; None is the default. ``result="root"`` is
     what of the schedule leads to rank 0, half the messages of a tree (`combinators.to_root`). Raises
     `ScheduleError` for what cannot be read and for library reducers, `RestrictionError` for what the
     scheme does not serve.

@@ -235,7 +235,7 @@ class _Prover:
 
     def _min_records(self) -> int | None:
         """Chunks that are promised to a rank depend on all ranks, but for those without records: with fewer
-        records than ranks some rank's only chunk is one. Who is promised nothing waits for nobody."""
+        records than ranks some rank's only chunk is one. A rank that is promised nothing waits for none."""
         if self.schedule.result == "scattered":
             return self.schedule.size
         return 1 if self.schedule.result == "replicated" or self.size == 1 else None

@@ -100,7 +100,7 @@ class ChunkMap:
         self._values = [value]
 
     def pieces(self) -> list[Piece]:
-        """All chunks, ascending."""
+        """The value of every chunk, as (first, end, value), ascending."""
         ends = [*self._starts[1:], self._chunks]
         return list(zip(self._starts, ends, self._values, strict=True))
 

@@ -67,7 +67,7 @@ Result = Literal["replicated", "scattered", "root"]
 RESULTS: tuple[Result, ...] = ("replicated", "scattered", "root")
 
 # The transfers of one round all read the state that stood when the round began. Several merges into
-# one (dst, chunk) are allowed; at most one copy, and never beside a merge. Rounds order the data of
+# one (dst, chunk) are allowed; at most one copy, and never together with a merge. Rounds order the data of
 # each rank; they are not barriers.
 Round = tuple[Transfer, ...]
 

@@ -22,7 +22,7 @@ import numpy as np
 from treeattn import partial
 from treeattn.partial import Array
 
-#: Bits from a bin to the next, and words of a record beside the numerator's.
+#: Bits from a bin to the next, and words of a record before the numerator's.
 STEP, EXTRA = 41, 3
 #: Tokens up to which no sum overflows: a slice is at most 2**40, and that where a tie leaves it.
 MOST_TOKENS = (1 << 23) - 1

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-#: Elements of a record beside the numerator: the maximum and the denominator.
+#: Elements of a record before the numerator: the maximum and the denominator.
 EXTRA = 2
 
 #: An array of NumPy, or one of a GPU that behaves as NumPy's do.

@@ -40,7 +40,7 @@ class Arrivals(NamedTuple):
 
     @property
     def drawn(self) -> bool:
-        """Whether steps differ."""
+        """Whether the instants differ from step to step."""
         return len(self.given) > 1 or self.pattern not in ("", "ascending")
 
     def check(self, ranks: int) -> None:

@@ -28,7 +28,7 @@ _WORDS = {
 
 class Segment(NamedTuple):
     """What took `microseconds` of the step: on a tier, or by a rank itself (tier None). price: of what it was
-    paid; assumed: one that nobody measured."""
+    paid; assumed: one that was not measured."""
 
     kind: Kind
     rank: int
@@ -50,7 +50,7 @@ class Cost:
 
     @property
     def time(self) -> float:
-        """Microseconds."""
+        """The sum, in microseconds."""
         return sum(self.by_price.values())
 
     def __add__(self, other: Cost) -> Cost:
@@ -153,7 +153,7 @@ def _own(simulation: Simulation, rank: int, step: Step, sends: Sequence[MessageE
 
 
 def assumed_share(path: tuple[Segment, ...]) -> float:
-    """How much of the time of a path comes from prices that nobody measured, 0 to 1."""
+    """How much of the time of a path comes from prices that was not measured, 0 to 1."""
     total = sum(segment.microseconds for segment in path)
     return sum(segment.microseconds for segment in path if segment.assumed) / total if total else 0.0
 

@@ -67,7 +67,7 @@ class Tier(_Data, frozen=True):
     pair of ranks has a link of its own. taper: an outer tier's uplink from each unit has the bandwidth of
     its cards divided by this; 0 is a network without any such limit. shared_gap, shared_bandwidth: of what
     all messages within a unit of the tier go through one after the other, such as a bus, or the cores of a
-    machine that emulates several. assumed: fields that nobody measured or published.
+    machine that emulates several. assumed: fields that were neither measured nor published.
     """
 
     name: Name
@@ -121,8 +121,8 @@ class Cluster(_Data, frozen=True, dict=True):
     """A machine: tiers from the inside out, network cards of a node, executors by name.
 
     scatter: standard deviation of the logarithm of what was measured over what was predicted, of schedules
-    that no price was fitted to, each by itself; None where nobody knows. drift: likewise of all together, by
-    another time.
+    that no price was fitted to, each by itself; None where it is not known. drift: likewise of all together,
+    by another time.
     """
 
     name: Name
@@ -139,7 +139,7 @@ class Cluster(_Data, frozen=True, dict=True):
 
     @cached_property
     def places(self) -> int:
-        """Ranks that fit."""
+        """How many ranks fit on the whole cluster."""
         return prod(tier.joins for tier in self.tiers)
 
     @cached_property
@@ -154,7 +154,7 @@ class Cluster(_Data, frozen=True, dict=True):
 
     @cached_property
     def slots(self) -> int:
-        """Ranks of a node."""
+        """How many ranks fit on a node."""
         return self.widths[self.node_tier]
 
     def tier_between(self, one: int, other: int) -> int:
@@ -252,7 +252,7 @@ def _contradictions(cluster: Cluster) -> Iterator[str]:
     if not cluster.about.isprintable():
         yield f"about: {cluster.about!r:.60} is no line of text: write one"
     if len(set(names)) < len(names):
-        yield f"tiers: two are called alike ({known}); rename one"
+        yield f"tiers: two have the same name ({known}); rename one"
     if cluster.node not in names:
         yield f"node: no tier is called {cluster.node!r}; take one of {known}"
         return

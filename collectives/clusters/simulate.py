@@ -7,7 +7,7 @@ once its own are sent, pays overhead and merge for one arrival after the other. 
 pair on a mesh, of the NIC that ranks of a node share, of tapered uplinks, and of what a whole tier shares.
 
 A port serves messages in the order in which they come to it, for as long as their bytes take there (or its
-gap), and stands free otherwise: whoever waits for the next port holds none before it. A message goes on to
+gap), and is free otherwise: a message that waits for the next port holds none before it. A message goes on to
 the next port as soon as this one takes it (cut-through), and is delivered when its last byte is through all.
 
 Source: LogGP (Alexandrov et al., SPAA 1995), simulated event by event as LogGOPSim does (Hoefler,
@@ -108,12 +108,12 @@ class Simulation:
 
     @property
     def prices(self) -> Executor:
-        """Of the executor."""
+        """The prices of the executor that was simulated."""
         return self.cluster.executors[self.executor]
 
     @property
     def flights(self) -> Iterator[MessageEvent]:
-        """All messages."""
+        """All messages, rank by rank in the order in which they were sent."""
         return (flight for steps in self.steps for step in steps for flight in step.sends)
 
 

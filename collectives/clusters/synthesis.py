@@ -57,12 +57,12 @@ class Priced(NamedTuple):
 
 
 def _nothing(_: str) -> None:
-    """What is told of progress where nobody listens."""
+    """Report no progress."""
 
 
 def search(machine: Machine, say: Callable[[str], object] = _nothing) -> tuple[list[Priced], list[str]]:
     """Every candidate, the fastest first, each also with its ranks reordered to suit the places; and those
-    that have too many transfers. say: is told how far it is."""
+    that have too many transfers. say: called with how far it is."""
     found: list[Priced] = []
     left: list[str] = []
     groups = node_groups(machine.cluster, machine.places)

@@ -74,17 +74,17 @@ class Messages(Protocol):
         """Plan the messages (array, peer) of a round."""
 
     def start(self, number: int) -> None:
-        """Start those of a round."""
+        """Start the messages of a round."""
 
     def test(self, number: int) -> bool:
         """Whether those that were started have come and gone, as far as that is known without waiting."""
 
     def wait(self, number: int) -> None:
-        """Return when they have."""
+        """Return when all messages of a round have come and gone."""
 
     @property
     def rounds(self) -> dict[int, Requests]:
-        """What stands in C for those of each round that has some. After the last `add`."""
+        """The C structs of the messages of each round that has some. After the last `add`."""
 
     def fields(self) -> dict[str, Any]:
         """Of `StepStruct`, by which the compiled code sends. After `rounds`."""

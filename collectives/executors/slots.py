@@ -92,7 +92,7 @@ def plan(
     """As `compiled.plan`, with shared memory between the ranks of each node. Collective.
 
     nodes: ranks that share memory, the same on every rank. Those of different nodes send messages of the
-    communicator's library. Raises `SharingError` where ranks of a node cannot share, on every rank alike.
+    communicator's library. Raises `SharingError` where ranks of a node cannot share, the same on every rank.
     """
     comm: Communicator = spec.comm
     node = next(node for node in nodes if comm.rank in node)

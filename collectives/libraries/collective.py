@@ -24,13 +24,13 @@ class CollectiveReducer(Reducer):
 
     @abstractmethod
     def _first(self) -> MPI.Request:
-        """The first collective, not blocking."""
+        """Start the first collective, without waiting for it."""
 
     @abstractmethod
     def _rest(self) -> None:
-        """What follows it."""
+        """Make what follows the first collective."""
 
-    #: Whether `_rest` waits for nobody.
+    #: Whether `_rest` sends nothing, so that it cannot wait.
     one_collective = False
 
     def _begin(self) -> None:

@@ -43,7 +43,7 @@ class Process(NamedTuple):
 
     @property
     def ended(self) -> bool:
-        """Whether it is no more."""
+        """Whether the process has ended."""
         return self.state == "ended"
 
     @property
@@ -94,7 +94,7 @@ class Member(NamedTuple):
 
     @classmethod
     def here(cls, rank: int, node: int) -> Member:
-        """This process."""
+        """This process as the given rank on the given node."""
         cores = sum(1 << core for core in os.sched_getaffinity(0))
         return cls(rank, node, kernel(), namespace(), Process.of(os.getpid()), cores)
 
@@ -112,7 +112,7 @@ class Communicator(Protocol):
 
     @property
     def size(self) -> int:
-        """The number of ranks."""
+        """How many ranks there are."""
 
     @property
     def owner(self) -> Owner:
@@ -124,7 +124,7 @@ class Communicator(Protocol):
 
     @property
     def members(self) -> tuple[Member, ...]:
-        """Where each rank runs."""
+        """The process, machine and cores of each rank."""
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -140,7 +140,7 @@ class Communicator(Protocol):
         """Fill a C-contiguous NumPy array with that of the rank `root`, of the same size and type."""
 
     def exchange(self, receive: tuple[Array, int], send: tuple[Array, int]) -> Callable[[], None]:
-        """Start a message into an array and one out of another, (array, peer) each; what waits for both."""
+        """Start a receive and a send, (array, peer) each; the result waits for both."""
 
     def barrier(self) -> None:
         """Return when all ranks have called."""
@@ -149,14 +149,14 @@ class Communicator(Protocol):
         """A communicator of the same ranks whose messages meet no others. Collective."""
 
     def lent(self: C) -> C:
-        """The same, for plans of one owner that take turns: they have no communicator each."""
+        """The same communicator, for plans of one owner that take turns and so need none of their own."""
 
     def free(self) -> None:
         """Give it back to its library. Collective."""
 
 
 def node_groups(members: Sequence[Member]) -> tuple[tuple[int, ...], ...]:
-    """As `Communicator.nodes`."""
+    """Ranks by node, nodes in order of their lowest rank, as `Communicator.nodes`."""
     groups: dict[int, list[int]] = {}
     for rank, member in enumerate(members):
         groups.setdefault(member.node, []).append(rank)

@@ -29,7 +29,7 @@ class CudaGraph:
         self._launch: Callable[[], object] | None = None
 
     def __call__(self) -> None:
-        """Queue the work once."""
+        """Queue the work: kernel by kernel the first time, as one graph launch afterwards."""
         if self._stream.capturing():
             self._queue()
         elif not self.connected:

@@ -56,7 +56,7 @@ class Stream(Memory, Protocol):
         """Record what `run` queues; the result queues it again, in one launch."""
 
     def address(self, array: Array) -> int:
-        """Where an array begins."""
+        """The address of an array's first byte."""
 
     @property
     def stream(self) -> int:
@@ -71,7 +71,7 @@ class PeerMemory(Stream, Protocol):
         Raises `TransportError` where the GPU cannot, `BackendError` where memory is out."""
 
     def withdraw(self, address: int) -> None:
-        """Free what was exposed: nobody may have it open."""
+        """Free what was exposed, which no other process may have open any more."""
 
     def open_exposed(self, handle: bytes) -> int:
         """The address here of what another process exposed. Raises `TransportError`."""
@@ -116,7 +116,7 @@ class Host:
         return array
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: work on the host is not queued."""
 
 
 HOST = Host()

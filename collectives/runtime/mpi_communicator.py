@@ -1,6 +1,6 @@
 """MPI communicators whose blocking calls are watched: none of them waits longer than ``TREEATTN_TIMEOUT``.
 
-The messages of a program stand here, too, as compiled code starts and tests them: persistent requests, by the
+The messages of a program are here, too, as compiled code starts and tests them: persistent requests, by the
 functions of the MPI library that mpi4py has loaded.
 Nothing is built against an MPI: functions go by address, handles as bytes. What a handle or a status looks
 like is the library's business; mpi4py knows how large they are.
@@ -151,7 +151,7 @@ class _Lent(MpiCommunicator):
         return self
 
     def Free(self) -> None:
-        """Its owner does that."""
+        """Do nothing: its owner frees it."""
 
 
 def _watched(name: str) -> Callable[..., Any]:
@@ -179,7 +179,8 @@ def _keyval() -> int:
 
 
 def duplicate(comm: MPI.Intracomm, what: str = "planning a reduction") -> MpiCommunicator:
-    """A private communicator of the same ranks. Collective. what: the wait for it, as a late rank is told of.
+    """A private communicator of the same ranks. Collective. what: names this wait in the error of a late
+    rank.
 
     Raises `BackendError` where the MPI library has none left: each that is not closed keeps one.
     """

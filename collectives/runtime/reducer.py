@@ -122,15 +122,15 @@ class Anyone(Owner):
     """Of what threads may share."""
 
     def take(self) -> None:
-        """It may always be used."""
+        """Any thread may use it at any time."""
 
     def check(self) -> None:
-        """As `take`."""
+        """Any thread may use it."""
 
 
 def owner_of_communicator(size: int) -> Owner:
     """Of one of so many ranks: of several it is one thread's, since ranks whose threads come in another order
-    would take one another's messages; who is alone waits for nobody."""
+    would take one another's messages; a single rank sends none."""
     return Owner("this communicator") if size > 1 else Anyone("a communicator of one rank")
 
 
@@ -174,23 +174,23 @@ class Reducer(ABC):
         return 0 if self._resting or self._failed else self._running
 
     def waits_for(self) -> tuple[str, str]:
-        """What that step has come to, and which ranks it waits for."""
+        """Where that step is, and which ranks it waits for."""
         return self.name, "the other ranks"
 
     @abstractmethod
     def _begin(self) -> None:
-        """The first part of a step."""
+        """Start a step: what can be sent before anything arrives."""
 
     @abstractmethod
     def _complete(self) -> None:
-        """The rest of it."""
+        """The rest of the step: returns when this rank's result is whole."""
 
     @abstractmethod
     def _release(self) -> None:
         """The end. Collective; no step is in flight."""
 
     def _advance(self) -> bool:
-        """Go on with what `_begin` began, without waiting; whether `_complete` would wait for nobody."""
+        """Go on with what `_begin` began, without waiting; whether `_complete` could now return at once."""
         return False
 
     def _abandon(self) -> None:
@@ -266,7 +266,7 @@ class Reducer(ABC):
         self._running = 0
 
     def __call__(self) -> None:
-        """One whole step."""
+        """Make one whole step: `start` and `wait`."""
         self._check()
         self._running = self._number = self._number + 1
         try:  # as `_run`, without the call: this is in every step

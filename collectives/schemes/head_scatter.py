@@ -1,4 +1,4 @@
-"""Reduce-scatter only: rank r ends with chunk r of the result, and nobody gathers.
+"""Reduce-scatter only: rank r ends with chunk r of the result, and no gather follows.
 
 For consumers that split the query heads over the ranks anyway (tensor parallelism after attention), the
 all-gather would be wasted. Rank r keeps partial results for the chunks that lie 0 to h-1 ahead of it, at

@@ -42,7 +42,7 @@ def reduce_scatter_gather(size: int, order: str = "far") -> Schedule:
 
 
 def _halves(chunks: range, upper: bool) -> tuple[range, range]:
-    """(kept, given away)"""
+    """The half of the chunks that is kept, and the one that is given away."""
     middle = (chunks.start + chunks.stop) // 2
     below, above = range(chunks.start, middle), range(middle, chunks.stop)
     return (above, below) if upper else (below, above)

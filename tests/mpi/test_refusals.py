@@ -137,8 +137,8 @@ def test_what_is_wrong_everywhere(comm, changes, message):
 
 def test_what_is_given_twice_or_is_of_another_kind(comm):
     for given, message in (
-        ({"k": Shard(K, V), "v": V}, "v is given twice: in the Shard, and beside it"),
-        ({"k": Shard(K, V, [1]), "lengths": [1]}, "lengths is given twice: in the Shard, and beside it"),
+        ({"k": Shard(K, V), "v": V}, "v is given twice: in the Shard and as an argument"),
+        ({"k": Shard(K, V, [1]), "lengths": [1]}, "lengths is given twice: in the Shard and as an argument"),
         ({"k": K, "v": V, "scheme": 5}, "scheme must be a name or a Schedule, not 5"),
         ({"k": K, "v": V, "rules": {"causal": True}}, "rules must be a treeattn.Rules, not {'causal': True}"),
     ):

@@ -90,7 +90,7 @@ def test_torn_blocks_are_refused_on_every_rank(comm):
         return
     with pytest.raises(TreeattnError, match="whole blocks of 32 positions"):
         treeattn.decode(q, k, k, **given)
-    with pytest.raises(TreeattnError, match="asks where tokens stand"):
+    with pytest.raises(TreeattnError, match="needs the positions of tokens"):
         treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=8, reproducible="blocks")
 
 

@@ -96,7 +96,7 @@ class Rules:
 
     @property
     def positional(self) -> bool:
-        """Whether it matters where a query stands."""
+        """Whether the position of a query matters."""
         return self.causal or self.window is not None or self.alibi is not None
 
     @property

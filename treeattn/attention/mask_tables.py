@@ -27,7 +27,7 @@ class MaskTables:
     [batch, queries]. runs: of the tokens before the drafts. Of draft tokens, the last of each sequence:
     drafts: how many. draft_begins: int64 [batch], index of the first. draft_positions: int64 [batch, drafts].
     mask: uint32 [batch, queries, words], bit j % 32 of word j // 32: whether draft j is seen. version: rises
-    whenever another array stands for runs, mask or draft_positions.
+    whenever runs, mask or draft_positions become another array.
     """
 
     def __init__(self, rules: Rules, batch: int, queries: int) -> None:
@@ -77,7 +77,9 @@ class MaskTables:
         if runs is not self.runs:
             self.runs, self.version = runs, self.version + 1
         if q_positions is None and self.rules.positional:
-            raise ArgumentError(f"{', '.join(self.rules.names)} ask where queries stand: pass q_positions=")
+            raise ArgumentError(
+                f"{', '.join(self.rules.names)} ask for the positions of queries: pass q_positions="
+            )
         first = 0 if begins is None else self._first_positions(begins)
         if self._few:
             self._one_by_one(runs, valid, self._stands(q_positions), first)
@@ -136,7 +138,7 @@ class MaskTables:
         return self.draft_begins
 
     def _first_positions(self, given: ArrayLike) -> Array:
-        """begins as int64 [batch]."""
+        """The positions at which sequences begin, as int64 [batch]. Raises `ArgumentError`."""
         array = np.asarray(given)
         if array.shape != self.draft_begins.shape:
             raise ArgumentError(
@@ -172,7 +174,7 @@ class MaskTables:
             draft_positions = np.broadcast_to(draft_positions, (batch, draft_positions.shape[-1]))
             drafts = self._agreed_drafts(mask, draft_positions.shape[1])
         elif self.rules.alibi is not None:
-            raise ArgumentError("alibi asks where draft tokens stand: pass draft_positions=")
+            raise ArgumentError("alibi asks for the positions of draft tokens: pass draft_positions=")
         else:
             draft_positions = np.zeros((batch, drafts), np.int64)
         self.mask = np.ascontiguousarray(mask) if mask.dtype == np.uint32 else words_of(mask)

@@ -112,16 +112,16 @@ class Shape:
 
     @property
     def q_shape(self) -> tuple[int, ...]:
-        """[batch, queries, heads, head_dim]"""
+        """The shape of q: [batch, queries, heads, head_dim]."""
         return (self.batch, self.queries, self.heads, self.head_dim)
 
     @property
     def lse_shape(self) -> tuple[int, ...]:
-        """[batch, heads, queries]"""
+        """The shape of lse: [batch, heads, queries]."""
         return (self.batch, self.heads, self.queries)
 
     def default_scale(self) -> float:
-        """1 / sqrt(head_dim)"""
+        """The usual factor of the logits, 1 / sqrt(head_dim)."""
         return 1.0 / math.sqrt(self.head_dim)
 
     def logit_scale(self, given: float | None) -> float:
@@ -164,7 +164,7 @@ class Shape:
 
     def check_cache(self, k: Array, v: Array) -> None:
         """Raise `ArgumentError` unless k is [batch, tokens, kv_heads, head_dim], or [pages, page_size, ..],
-        and v alike but for v_dim."""
+        and v the same with v_dim for head_dim."""
         if k.shape != v.shape and self.v_dim == self.head_dim:
             raise ArgumentError(f"k has shape {list(k.shape)} and v {list(v.shape)}: they must be the same")
         paged = self.page_size is not None

@@ -87,7 +87,7 @@ class Shard:
             return cls(k, v, lengths)
         for name, given, own in (("v", v, k.v), ("lengths", lengths, k.lengths)):
             if given is not None and (own is not None or name == "v"):
-                raise ArgumentError(f"{name} is given twice: in the Shard, and beside it")
+                raise ArgumentError(f"{name} is given twice: in the Shard and as an argument")
         return k if lengths is None else cls(**{**k.arguments, "lengths": lengths})
 
     def in_rows(self, what: str) -> Shard:
@@ -96,7 +96,7 @@ class Shard:
             if getattr(self, name) is not None:
                 raise ArgumentError(f"{name} of the Shard: {what} a cache in rows, of q's type")
         if self.v is None:
-            raise ArgumentError("v is missing: pass it beside k, or in the Shard")
+            raise ArgumentError("v is missing: pass it as an argument or in the Shard")
         return self
 
     @property

@@ -93,7 +93,7 @@ def admit(device: Device, q: object, shard: Shard, scale: float | None) -> Admit
 
 
 class Device(Protocol):
-    """What a decoder needs of the place where it computes."""
+    """What a decoder needs of a device."""
 
     @property
     def name(self) -> str:
@@ -101,15 +101,15 @@ class Device(Protocol):
 
     @property
     def lse_dtypes(self) -> tuple[str, ...]:
-        """Of the logsumexp that other kernels wrote, as `pack` takes it."""
+        """The types of logsumexp that `pack` takes, as other kernels write it."""
 
     @property
     def memory(self) -> Memory:
-        """Where its arrays lie."""
+        """Its memory: allocates, copies, and knows addresses."""
 
     @property
     def stream(self) -> Stream | None:
-        """The same where work is queued, and can be recorded; None where it is done at once."""
+        """Its stream, where work is queued and can be recorded; None where work is done at once."""
 
     @property
     def namespace(self) -> Any:
@@ -156,7 +156,7 @@ class Device(Protocol):
         """The lengths of a shard of `tokens` tokens as attention takes them. Raises `ArgumentError`."""
 
     def host_lengths(self, lengths: ArrayLike | None) -> ArrayLike | None:
-        """The same for tables of what queries see, which are made on the host."""
+        """The lengths where the host can read them, which makes the mask tables."""
 
     def from_host(self, array: Array) -> Array:
         """A NumPy array as one of the device."""

@@ -35,8 +35,8 @@ class KvRing(Reducer):
     agreed in every step by one all-gather of `batch` 8-byte integers per rank, which `sent` does not count.
 
     Each rank keeps one partial per shard and merges them in ascending order of owners. Since
-    every rank computes every partial, all end with the same bits only if they compute alike: with the same
-    instruction set, and with or without compiled kernels.
+    every rank computes every partial, all end with the same bits only if they compute the same way: with the
+    same instruction set, and with or without compiled kernels.
 
     `take` names the arrays of the next step. ``start()`` and ``wait()`` both compute and communicate.
     """

@@ -34,7 +34,7 @@ class CacheLayer:
     """One layer of a `ShardedCache`: its methods send nothing, and are of this layer alone."""
 
     def __init__(self, plan: Plan, capacity: int, reach: Reach, owner: Owner) -> None:
-        """An empty layer; `reach` is shared by those that are led alike, `owner` by all of a cache."""
+        """An empty layer; `reach` is shared by layers of the same lengths, `owner` by all of a cache."""
         self._plan, self._capacity, self._reach = plan, capacity, reach
         self.owner = owner
         self._tree: TokenTree | None = None
@@ -61,12 +61,12 @@ class CacheLayer:
 
     @property
     def rank(self) -> int:
-        """Whose part this is."""
+        """The rank whose part this is."""
         return self._plan.placement.rank
 
     @property
     def size(self) -> int:
-        """Of how many ranks."""
+        """How many ranks hold parts."""
         return len(self._plan.placement.runs)
 
     @property
@@ -81,7 +81,8 @@ class CacheLayer:
 
     @property
     def shard_lengths(self) -> Array:
-        """Valid tokens of every rank's shard, int64 [ranks, batch], read-only, which nobody has to send."""
+        """Valid tokens of every rank's shard, int64 [ranks, batch], read-only; every rank computes it without
+        a message."""
         return self._reach.shard_lengths
 
     @property
@@ -110,7 +111,7 @@ class CacheLayer:
         return self._plan.placement.owners(positions)
 
     def draft_positions(self, tree: TokenTree) -> Array:
-        """Where the nodes of a tree stand, int64 [batch, L], after the sequence; pads as node 0."""
+        """Positions of the nodes of a tree, int64 [batch, L], after the sequence; pads as node 0."""
         return self.totals[:, None] + tree.depths
 
     def append(self, k: Array, v: Array | None = None, counts: ArrayLike | None = None) -> None:
@@ -263,8 +264,8 @@ class ShardedCache(CacheLayer):
     """This rank's part of the keys and values of `batch` sequences. Creating it is collective.
 
     It is the first of `layers`. Methods other than `save` and `load` are those of one layer alone, and send
-    nothing; layers that are led alike share what follows from the lengths of the sequences, and only the
-    first of them computes it.
+    nothing; layers that get the same tokens share what follows from the lengths of the sequences, and only
+    the first of them computes it.
 
     Parameters
     ----------
@@ -303,7 +304,8 @@ class ShardedCache(CacheLayer):
     Raises
     ------
     ArgumentError
-        On every rank alike: sizes below 1, a layout that does not fit, arguments that differ between ranks.
+        The same on every rank: sizes below 1, a layout that does not fit, arguments that differ between
+        ranks.
 
     Examples
     --------
@@ -379,7 +381,7 @@ class ShardedCache(CacheLayer):
         the old one or the new one, and where the file system knows locks (`flock`) a second job that saves
         there meanwhile is refused. about: what a reader may want to know, kept in the index as JSON.
 
-        Raises, on every rank alike, `ArgumentError` for layers that do not hold the same tokens and for a
+        Raises, the same on every rank, `ArgumentError` for layers that do not hold the same tokens and for a
         directory where another job is saving, and `BackendError` where a rank cannot write, as on a full
         disk; then what was there is as it was.
         """
@@ -402,9 +404,9 @@ class ShardedCache(CacheLayer):
         rank reads its own tokens alone.
 
         capacity: of the new cache, that of the saved one unless said; layout, drafts, device: as for a new
-        one. Raises `ArgumentError`, on every rank alike, for a directory without a cache, a sequence longer
-        than a layout that cannot grow ("contiguous") has room for, or a file that is missing, cut off or
-        damaged, which is named.
+        one. Raises `ArgumentError`, the same on every rank, for a directory without a cache, a sequence
+        longer than a layout that cannot grow ("contiguous") has room for, or a file that is missing, cut off
+        or damaged, which is named.
         """
         from treeattn.cache import saved
 

@@ -103,12 +103,12 @@ class CacheNodes:
 
     @property
     def messages(self) -> int:
-        """Sent from here."""
+        """How many messages this process has sent to the nodes below it."""
         return self._link.tree.messages
 
     @property
     def bytes(self) -> int:
-        """Sent from here."""
+        """Their bytes."""
         return self._link.tree.bytes
 
     def cache(

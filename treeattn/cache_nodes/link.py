@@ -61,6 +61,6 @@ class Link:
         self.busy = False
 
     def close(self) -> None:
-        """End the nodes."""
+        """End the nodes, and the wait of each in `serve`. Collective."""
         self.call("close")
         self.closed = True

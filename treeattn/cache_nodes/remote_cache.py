@@ -62,7 +62,7 @@ class RemoteCache:
 
     @property
     def batch(self) -> int:
-        """Sequences."""
+        """How many sequences it holds."""
         return int(self.totals.shape[1])
 
     def step(
@@ -254,7 +254,7 @@ class RemoteCache:
         self._link.done()
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Forget all tokens of all sequences."""
         self.rollback(np.zeros(self.batch, np.int64))
 
     def select(self, rows: ArrayLike) -> None:

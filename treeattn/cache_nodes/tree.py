@@ -26,7 +26,7 @@ _NAP, _LONG_NAP = 2e-4, 5e-3
 def meet(comm: MpiCommunicator, scheme: str | Schedule | None) -> Tree:
     """The tree of a scheme, `hierarchical` unless given. Collective.
 
-    Raises, on every rank alike, where it is none.
+    Raises, the same on every rank, where it is none.
     """
     selection = collectively(comm, lambda: select("hierarchical" if scheme is None else scheme))
     schedule = planned(selection, comm, "root")

@@ -1,4 +1,4 @@
-"""How the steps of a cache attend: what both ends of a step plan alike."""
+"""How the steps of a cache attend: what both ends of a step plan the same way."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class CachePlan:
 
     @classmethod
     def of(cls, index: Index) -> CachePlan:
-        """That of a saved cache."""
+        """The plan of a saved cache."""
         return cls(**{field.name: getattr(index, field.name) for field in fields(cls)})
 
     @property
     def q_dtype(self) -> str:
-        """Of queries."""
+        """The dtype of queries."""
         return "float32" if self.dtype in FLOAT8 else self.dtype
 
     @property

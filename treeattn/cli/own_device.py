@@ -15,7 +15,7 @@ from treeattn.mpi.agreement import collectively
 def own_device(world: Communicator, name: str) -> tuple[Device, str | None]:
     """The device of this rank, and what to say where ranks share one. Ranks of a node take its GPUs in turn.
 
-    Collective. Raises `ArgumentError`, on every rank alike, where a rank has no such device.
+    Collective. Raises `ArgumentError`, the same on every rank, where a rank has no such device.
     """
     local = communicators.node_local_rank(world)
 

@@ -32,7 +32,7 @@ def command(experiments: tuple[str, ...], listing: bool, ranks_free: bool, outpu
     """
     if listing:
         if experiments or ranks_free or output.json:
-            raise ArgumentError("--list only names the experiments: leave out what stands beside it")
+            raise ArgumentError("--list only names the experiments: leave out the others")
         width = max(map(len, EXPERIMENTS))
         for name, experiment in EXPERIMENTS.items():
             print(f"{name:{width}}  {experiment.TITLE} ({experiment.WHERE})")

@@ -82,7 +82,7 @@ class Problem:
 
     @property
     def described(self) -> dict[str, Any]:
-        """For programs."""
+        """The problem as JSON has it."""
         return {
             "input": str(self.source),
             "tokens": self.tokens,
@@ -94,7 +94,7 @@ class Problem:
 
     @property
     def heads(self) -> str:
-        """For readers."""
+        """Heads, head_dim and dtype in words."""
         shape = self.shape
         return f"{shape.heads} heads ({shape.kv_heads} KV) x {shape.head_dim}, {shape.dtype}"
 

@@ -79,7 +79,7 @@ def decode(
     q_positions : [queries] or [batch, queries], optional
         Global positions of the queries, in any order; the last ones of each sequence unless given.
     begins : [batch], optional
-        Global position at which each sequence begins, the same on every rank: what stands before it, padding
+        Global position at which each sequence begins, the same on every rank: what is before it, padding
         on the left, is seen by no query, and `leading` counts from it. 0 unless given.
     mask : bool [batch, queries, n] or uint32 [batch, queries, ceil(n / 32)], optional
         Which of the last n tokens of this shard, the draft tokens, each query sees: draft j is bit j % 32 of
@@ -107,7 +107,7 @@ def decode(
     Raises
     ------
     ArgumentError, ScheduleError, RestrictionError, BackendError, TransportError
-        On every rank alike.
+        The same on every rank.
 
     Notes
     -----

@@ -51,7 +51,7 @@ class Decoder(PlannedDecode):
     Raises
     ------
     ArgumentError, ScheduleError, RestrictionError, BackendError, TransportError
-        On every rank alike.
+        The same on every rank.
 
     Notes
     -----

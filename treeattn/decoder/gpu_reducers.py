@@ -60,7 +60,7 @@ def connected_by_nccl(comm: Communicator, stream: Runtime) -> nccl.NcclCommunica
 
 
 def _check_nccl(comm: Communicator, stream: Runtime) -> None:
-    """Raise, on all ranks alike, where they cannot meet by NCCL. Collective."""
+    """Raise, the same on all ranks, where they cannot meet by NCCL. Collective."""
     with Agreement(comm) as agreed:
         problem = nccl.problem()
         if problem is not None:
@@ -120,8 +120,8 @@ def _for_other_nodes() -> Iterator[None]:
 
 
 def _check_peers(comm: Communicator, runtime: Any) -> None:
-    """Raise, on all ranks alike, where they cannot open one another's memory: tried with the least there is.
-    Collective."""
+    """Raise, the same on all ranks, where they cannot open one another's memory: tried with the least there
+    is. Collective."""
     nodes = communicators.node_groups(comm)
     if len(nodes) > 1:
         with _for_other_nodes():
@@ -154,7 +154,7 @@ def _over_cuda_mpi(
 
 
 def _check_cuda_mpi(comm: Communicator, runtime: Runtime) -> None:
-    """Raise, on all ranks alike, where MPI does not say that it takes the memory of GPUs. Collective."""
+    """Raise, the same on all ranks, where MPI does not say that it takes the memory of GPUs. Collective."""
     with Agreement(comm):
         if not library.cuda_aware():
             raise TransportError(

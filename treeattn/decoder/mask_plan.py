@@ -179,7 +179,7 @@ def check_blocks(runs: Runs | None, ranks: int) -> None:
     nobody knows."""
     if runs is None and ranks > 1:
         raise RestrictionError(
-            "reproducible='blocks' asks where tokens stand: plan with cache=CacheFormat(positions=)"
+            "reproducible='blocks' needs the positions of tokens: plan with cache=CacheFormat(positions=)"
         )
     table = [] if runs is None else runs.table.tolist()
     for index, start, step, count in table:

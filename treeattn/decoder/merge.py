@@ -76,13 +76,13 @@ def merge(
     -------
     out, lse
         Of the whole, the same on every rank (of ``output="root"`` on rank 0, elsewhere None), lse in `base`:
-        float32, float64 for float64 out; 0 and -inf where no rank saw anything. A NaN in out beside a finite
+        float32, float64 for float64 out; 0 and -inf where no rank saw anything. A NaN in out with a finite
         lse reaches the result.
 
     Raises
     ------
     ArgumentError, ScheduleError, RestrictionError, BackendError, TransportError
-        On every rank alike; with `strict` for an lse of +inf or NaN, too.
+        The same on every rank; with `strict` for an lse of +inf or NaN, too.
 
     Examples
     --------

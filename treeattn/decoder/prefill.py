@@ -86,7 +86,7 @@ def prefill(
     Raises
     ------
     ArgumentError, RestrictionError, BackendError
-        On every rank alike: arrays that do not fit each other, two ranks that claim a position, ranks that
+        The same on every rank: arrays that do not fit each other, two ranks that claim a position, ranks that
         pass different things.
 
     Examples
@@ -199,7 +199,7 @@ class Prefill:
     Raises
     ------
     ArgumentError, RestrictionError, BackendError
-        On every rank alike.
+        The same on every rank.
 
     Examples
     --------

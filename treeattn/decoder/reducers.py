@@ -141,7 +141,7 @@ def plan(
     reduction: ReductionSpec,
     executor: str | None = None,
 ) -> Reducer:
-    """The reducer of a scheme that `choose` gave this transport. Collective; raises on every rank alike.
+    """The reducer of a scheme that `choose` gave this transport. Collective; raises the same on every rank.
 
     schedule: what the scheme runs over these ranks; None where a library or a baseline does the work.
     """
@@ -194,7 +194,7 @@ def refuse(executor: str | None, what: str) -> None:
 def run_rounds(executor: str | None, schedule: Schedule, reduction: ReductionSpec) -> Reducer:
     """The reducer of a schedule, run by the one that was asked for, or by the best. Collective.
 
-    Raises `TransportError`, on every rank alike, where what was asked for cannot be had on some rank.
+    Raises `TransportError`, the same on every rank, where what was asked for cannot be had on some rank.
     """
     library = communicators.intracomm(reduction.comm).library
     if executor in _OTHERS[library]:

@@ -55,7 +55,7 @@ def value(
     Raises
     ------
     ArgumentError, ScheduleError, RestrictionError, BackendError
-        On every rank alike.
+        The same on every rank.
 
     Examples
     --------

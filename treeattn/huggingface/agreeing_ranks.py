@@ -55,7 +55,7 @@ class AgreeingDraws(StoppingCriteria):
         self._ranks = ranks
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        """No sequence ends by it."""
+        """Replace the last token by rank 0's; no sequence ends here."""
         input_ids[:, -1] = self._ranks.drawn(input_ids[:, -1])
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 

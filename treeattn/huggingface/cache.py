@@ -66,7 +66,7 @@ class ShardedKV(Cache):
     Raises
     ------
     ArgumentError
-        On every rank alike: another attention implementation, layers that are not served, arguments that
+        The same on every rank: another attention implementation, layers that are not served, arguments that
         differ between ranks.
 
     Examples
@@ -230,10 +230,10 @@ class ShardedKV(Cache):
         saved.load(self, directory, unchecked)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Of copies and pickles, which would have one rank's part of it."""
+        """Refuse copies and pickles, which would hold one rank's part alone."""
         raise ArgumentError(
             "a ShardedKV lies on many ranks and cannot be copied: crop(-tokens) goes back to where several "
-            "texts begin alike, batch_repeat_interleave(n) goes on with n of them"
+            "texts begin the same, batch_repeat_interleave(n) goes on with n of them"
         )
 
     def reset(self) -> None:
@@ -257,7 +257,7 @@ class ShardedKV(Cache):
         self.origin.select(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """The same."""
+        """Row i goes on with what row indices[i] was."""
         self.owner.check()
         super().batch_select_indices(indices)
         self.origin.select(indices)
@@ -269,12 +269,12 @@ class ShardedKV(Cache):
         self.origin.repeat(repeats)
 
     def update_conv_state(self, *given: Any, **named: Any) -> Any:
-        """Of a layer with a recurrent state."""
+        """Update the convolution's state of a recurrent layer, whole on every rank."""
         self.use()
         return super().update_conv_state(*given, **named)
 
     def update_recurrent_state(self, *given: Any, **named: Any) -> Any:
-        """The same."""
+        """Update the state of a recurrent layer, whole on every rank."""
         self.use()
         return super().update_recurrent_state(*given, **named)
 

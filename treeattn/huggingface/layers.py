@@ -24,7 +24,7 @@ class _Updated:
 
 
 class _UpdatedHere(threading.local, _Updated):
-    """In this thread."""
+    """One for each thread."""
 
 
 _eager, _traced = _UpdatedHere(), _Updated()
@@ -101,7 +101,7 @@ class FullAttentionLayer(CacheLayerMixin):
         return self.slots + query_length, 0
 
     def get_max_length(self) -> int:
-        """No window."""
+        """-1: there is no window, and no last slot."""
         return -1
 
     def reset(self) -> None:
@@ -120,7 +120,7 @@ class FullAttentionLayer(CacheLayerMixin):
         self.store.select(beam_idx.cpu().numpy())
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """The same."""
+        """Row i goes on with what row indices[i] was."""
         self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -140,7 +140,7 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
 
     @property
     def slots(self) -> int:
-        """Of the whole sequence."""
+        """Slots of the whole sequence, those that left the window among them."""
         return int(self.cumulative_length)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:

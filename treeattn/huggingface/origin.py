@@ -50,8 +50,8 @@ class Origin:
         """Before `model` goes on with `ids`, whose first are those of the cache; `told` unless there is more
         to the text than they say. Collective.
 
-        ids, mask [batch, tokens]. Raises `ArgumentError`, on every rank alike, where the cache holds tokens
-        of other ids, or was saved by another model.
+        ids, mask [batch, tokens]. Raises `ArgumentError`, the same on every rank, where the cache holds
+        tokens of other ids, or was saved by another model.
         """
         slots, before = cache.get_seq_length(), self.text(cache.get_seq_length())
         told = told and (mask is None or mask.shape == ids.shape) and ids.shape[1] >= slots
@@ -106,7 +106,7 @@ class Origin:
         self._rows = torch.arange(len(self.saved["ids"]))
 
     def crop(self, slots: int) -> None:
-        """Forget what stands behind."""
+        """Forget the slots from there on."""
         self.check()
         self._ids = self._ids[:, :slots]
 
@@ -120,7 +120,7 @@ class Origin:
         self._rows = self._rows.repeat_interleave(repeats)
 
     def check(self) -> None:
-        """Raise `StateError` where nobody has looked yet at what was loaded."""
+        """Raise `StateError` where what was loaded has not been compared yet."""
         if self.saved is not None:
             raise StateError(
                 "the cache was loaded, and its text and weights were not compared yet: generate() does so "
@@ -135,7 +135,7 @@ class Telling(LogitsProcessor):
         self._cache = cache
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """The same scores."""
+        """Note the ids; the scores are returned as they are."""
         self._cache.origin.tell(input_ids, self._cache.get_seq_length())
         return scores
 
@@ -176,7 +176,7 @@ def _compare(saved: dict[str, Any], comm: Any, text: torch.Tensor | None, weight
 
 
 def _text_digests(text: torch.Tensor) -> list[str]:
-    """Of each row its SHA-256."""
+    """The SHA-256 of each row."""
     return [hashlib.sha256(row.numpy().tobytes()).hexdigest() for row in text]
 
 

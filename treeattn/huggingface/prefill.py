@@ -44,8 +44,8 @@ def prefill(
     Raises
     ------
     ArgumentError
-        On every rank alike: a cache that is not empty, layers with a recurrent state (which need every token
-        in turn), fewer tokens than ranks, other ids on another rank.
+        The same on every rank: a cache that is not empty, layers with a recurrent state (which need every
+        token in turn), fewer tokens than ranks, other ids on another rank.
 
     Examples
     --------

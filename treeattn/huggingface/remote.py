@@ -20,11 +20,11 @@ class RemoteLayer:
 
     @property
     def totals(self) -> Any:
-        """int64 [batch]"""
+        """Tokens of each sequence, int64 [batch]."""
         return self.cache.totals[self._number]
 
     def append(self, k: Any, v: Any = None) -> None:
-        """The next tokens."""
+        """Add the next tokens of each sequence."""
         self.cache.append(self._number, _on_host(k), None if v is None else _on_host(v))
 
     def append_own(self, k: Any, v: Any, counts: Any) -> None:
@@ -32,7 +32,7 @@ class RemoteLayer:
         self.append(k, v)
 
     def rollback(self, totals: Any) -> None:
-        """Forget what stands behind."""
+        """Forget all but the first `totals` tokens of each sequence."""
         if self._number == 0:
             self.cache.rollback(totals)
 

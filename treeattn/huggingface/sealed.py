@@ -1,4 +1,4 @@
-"""Tensors on their way through a model to "treeattn": who computes with them before is told so at once."""
+"""Tensors on their way through a model to "treeattn": code that computes with them before fails at once."""
 
 from __future__ import annotations
 
@@ -54,5 +54,5 @@ def sealed(tensor: torch.Tensor, **attached: Any) -> torch.Tensor:
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
-    """What is in a sealed one."""
+    """The tensor inside a sealed one; any other as it is."""
     return tensor.plain if isinstance(tensor, Sealed) else tensor

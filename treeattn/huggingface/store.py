@@ -38,7 +38,7 @@ class Store:
         _stores[self.handle] = self
 
     def use(self) -> None:
-        """As of the cache."""
+        """Note that this thread uses the cache, as `ShardedKV.use` does."""
         self._cache.use()
 
     def append(self, k: Any, v: Any = None) -> None:
@@ -74,7 +74,7 @@ class Store:
         cache.follows = False
 
     def crop(self, slots: int) -> None:
-        """Forget what stands at `slots` and after."""
+        """Forget the slots from `slots` on."""
         self.slots = slots
         if self.shard is not None:
             self.shard.rollback(np.full_like(self.shard.totals, slots))

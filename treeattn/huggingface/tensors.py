@@ -21,12 +21,12 @@ def as_rows(states: torch.Tensor) -> Any:
 
 
 def as_tensor(array: Any) -> torch.Tensor:
-    """A result of treeattn."""
+    """A result of treeattn as a tensor, not copied."""
     return array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """As treeattn names it."""
+    """The name of a tensor's dtype, such as "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 

@@ -148,7 +148,8 @@ def _eos(path: Path, fields: _Fields) -> tuple[int, ...]:
 
 
 def _rope(fields: _Fields) -> Rope:
-    """As transformers 5: rope_scaling goes first, and what it lacks stands beside it."""
+    """As transformers 5: rope_scaling goes first, and what it lacks is a field of the configuration
+    itself."""
     name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
     stated = fields.get(name) or {}
     if not isinstance(stated, dict):

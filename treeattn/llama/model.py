@@ -163,7 +163,7 @@ class Llama:
 
     cache_head_dim: of q, k and v, whose heads zeros fill up to the next one that the device has a kernel for:
     scores stay what they are, and the results of the zeros are cut off. dtype: of its matrices.
-    reproducible: a token's numbers have the same bits beside whatever other tokens of a pass, drafts or a
+    reproducible: a token's numbers have the same bits whatever other tokens a pass has, drafts or a
     prompt: linear maps sum in one order, by 16 tokens at a time, which makes a prompt slower.
     mapped: matrices of the processor stay the pages of their files, which processes of a machine share, and
     which are read half as fast as memory in large pages: where several hold the same.

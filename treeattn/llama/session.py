@@ -70,7 +70,7 @@ class Session:
     Raises
     ------
     ArgumentError
-        On every rank alike, for a prompt that is empty, longer than the capacity, or not of this model's
+        The same on every rank: for a prompt that is empty, longer than the capacity, or not of this model's
         vocabulary, and for arguments or models that differ between ranks.
     """
 
@@ -136,7 +136,7 @@ class Session:
 
     @property
     def prompt_positions(self) -> Tokens:
-        """Where the tokens of the prompt stand that this rank runs."""
+        """Positions of the prompt's tokens that this rank runs."""
         positions: Tokens = self._shards[self.comm.rank].positions()
         return positions
 

@@ -29,7 +29,7 @@ _BLOCK = 1024  # tokens of a prompt whose vectors travel at once
 
 class Linear:
     """A map of x [tokens, in] to x @ weight.T + bias [tokens, out] in float32, or several of one input whose
-    outputs stand side by side; weights: [out, in] of each, as the model has them."""
+    outputs are concatenated; weights: [out, in] of each, as the model has them."""
 
     def __init__(self, device: Device, weights: Sequence[Array], bias: Array | None = None) -> None:
         self.device, self.weights, self.bias = device, weights, bias
@@ -75,7 +75,7 @@ class ShardedAxis(NamedTuple):
         return self.blocks * self.unit
 
     def shard(self, rank: int, size: int) -> slice:
-        """The rows of a rank."""
+        """The rows of this axis that a rank holds."""
         own = block(self.blocks, rank, size)
         return slice(own.start * self.unit, own.stop * self.unit)
 
@@ -242,7 +242,7 @@ class Loader:
         return part if self._group is None else RowParallelLinear(self._group, self._axis(name), part)
 
     def stacked(self, *names: str, gather_output: bool = False) -> Linear:
-        """Maps of one input, whose outputs stand side by side: column-parallel."""
+        """Maps of one input, whose outputs are concatenated: column-parallel."""
         part, axes = self._part(*names), [*map(self._axis, names)]
         return part if self._group is None else ColumnParallelLinear(self._group, axes, part, gather_output)
 

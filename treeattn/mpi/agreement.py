@@ -52,7 +52,7 @@ class Agreement:
                     f"{name} differs between ranks: {values[0]!r} on rank 0, {other}; every rank must pass "
                     "the same"
                 )
-        self.gathered = [told for _, _, told in views]
+        self.gathered = [shared for _, _, shared in views]
 
 
 class _Statement(NamedTuple):
@@ -80,7 +80,7 @@ def exchange(comm: Communicator, call: str, *mine: Any, during: str = DURING) ->
 
 
 def portable(error: Exception) -> TreeattnError:
-    """What other ranks are told of an error of this one."""
+    """An error of this rank as the others raise it."""
     if isinstance(error, TreeattnError):
         return error
     named = isinstance(error, TypeError | ValueError | OverflowError)  # what arguments bring about
@@ -104,7 +104,7 @@ def collectively(comm: Communicator, make: Callable[[], T], call: str = "") -> T
 def broadcast_from_root(comm: Communicator, decide: Callable[[], T], what: str) -> T:
     """Collective: what rank 0 decides, on every rank; where it fails, every rank raises the same.
 
-    what: the wait for it, as a late rank is told of.
+    what: names this wait in the error of a late rank.
     """
     with Agreement(comm, what, what) as agreed:
         if comm.rank == 0:

@@ -28,7 +28,7 @@ def world() -> MpiCommunicator:
 
 
 def alone() -> MpiCommunicator:
-    """COMM_SELF."""
+    """This process by itself: COMM_SELF, watched."""
     return _watched(library.load().COMM_SELF)
 
 
@@ -38,7 +38,7 @@ def intracomm(comm: object) -> Communicator:
 
     Raises `ArgumentError` for anything else, and `StateError` in a process that was forked from one of a job.
     """
-    distributed = sys.modules.get("torch.distributed")  # nobody has a group without it
+    distributed = sys.modules.get("torch.distributed")  # without it there is no process group
     if distributed is not None and distributed.is_available():
         if comm is None and distributed.is_initialized():
             comm = distributed.group.WORLD

@@ -53,7 +53,7 @@ class Topology:
 
     @property
     def nodes(self) -> tuple[Group, ...]:
-        """Ranks of each node."""
+        """The ranks of each node, nodes in order of their lowest rank."""
         return tuple(_grouped((rank.node, rank.rank) for rank in self.ranks).values())
 
     @property

@@ -1,8 +1,8 @@
 """How sure predictions are: an interval of 95 percent for each time, and for each ratio to another one.
 
 An assumed price is thought to lie within a factor of 2 of what the file says, 19 times of 20, the same for
-every schedule, so that a price which all pay alike widens no ratio; one from a source that states no error is
-taken as it is. What that does to a time is, to first order, the price's share of the critical path. On top
+every schedule, so that a price which all pay the same widens no ratio; one from a source that states no error
+is taken as it is. What that does to a time is, to first order, the price's share of the critical path. On top
 comes what a model misses that has all prices right: the cluster's own `scatter`, or `BLIND`, which is how far
 this model is from published runs that it knew nothing of. Arrivals, if they differ by chance, are drawn.
 """
@@ -20,7 +20,7 @@ import numpy as np
 from treeattn.collectives.clusters.critical_path import Cost
 from treeattn.collectives.clusters.description import Cluster
 
-#: Standard deviation of the logarithm of a price that nobody measured.
+#: Standard deviation of the logarithm of a price that was not measured.
 ASSUMED = math.log(2) / 1.96
 #: Of the absolute value of a standard normal number.
 MEDIAN = 0.6745
@@ -68,7 +68,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @property
     def interval(self) -> str:
-        """In words."""
+        """The interval in words, in microseconds."""
         return f"{_short(self.low)} to {_short(self.high)}"
 
     @property
@@ -122,7 +122,7 @@ def _model(cluster: Cluster) -> tuple[float, float]:
 
 
 def words(cluster: Cluster) -> str:
-    """What the intervals hold."""
+    """What the intervals account for, in a sentence."""
     text = "95 % intervals hold errors of prices, those assumed within a factor of 2, and "
     if cluster.scatter is not None:
         drift = f", {cluster.drift:.0%} all by drift" if cluster.drift else ""
@@ -146,6 +146,6 @@ def alike(of: Iterable[tuple[str, Estimate]]) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits."""
+    """A number with three digits."""
     digits = max(0, 2 - math.floor(math.log10(max(value, 0.01))))
     return f"{value:,.{digits}f}"

@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 from treeattn.errors import ArgumentError
 from treeattn.token_tree.tree import Integers, TokenTree
 
-#: What ``owner=`` takes beside a rank for each slot.
+#: What ``owner=`` takes apart from a rank for each slot.
 OWNERS = ("single", "position", "round_robin")
 
 

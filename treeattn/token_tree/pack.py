@@ -19,7 +19,7 @@ _WORD_BITS = 32
 class Packed(NamedTuple):
     """What `pack` makes of beams [B, M, C]; L is the most distinct prefixes of a batch row.
 
-    Nodes stand in the order in which beams, read row by row, show them first, so a parent stands before its
+    Nodes are in the order in which beams, read row by row, show them first, so a parent comes before its
     children. Slots from ``lengths[b]`` on are pads: the row's own node 0 again, which no node sees.
 
     packed_beam: [B, L] tokens, of the type of the beams.
@@ -55,7 +55,7 @@ def pack(beams: Array) -> Packed:
     Returns
     -------
     Packed
-        In the library of the beams. Costs O(B M C log(B M C)) beside the mask itself; nothing has the size of
+        In the library of the beams. Costs O(B M C log(B M C)) and the mask itself; nothing has the size of
         a context.
 
     Raises

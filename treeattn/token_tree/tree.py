@@ -20,7 +20,7 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, eq=False)
 class TokenTree:
-    """A tree (or forest) of draft tokens in each row of a batch; parents stand before their children.
+    """A tree (or forest) of draft tokens in each row of a batch; parents come before their children.
 
     Made by `from_beams`, `from_parents`, `from_paths` or `chain`. It lies in the
     memory of the host, in arrays that are not to be written.
@@ -129,7 +129,7 @@ class TokenTree:
 
     @property
     def batch(self) -> int:
-        """Rows of the batch."""
+        """How many rows the batch has."""
         return len(self.tokens)
 
     @property

@@ -67,7 +67,7 @@ def verify(
     draft_k, draft_v : [batch, L, kv_heads, head_dim]
         Of the nodes, the same on every rank.
     tree : TokenTree
-        Of `batch` rows and L slots, the same on every rank. What stands in pads, in any array, is without
+        Of `batch` rows and L slots, the same on every rank. What pads hold, in any array, is without
         effect.
     lengths : [batch], optional
         Valid tokens of this shard; all unless given.
@@ -88,7 +88,7 @@ def verify(
     Raises
     ------
     ArgumentError, ScheduleError, RestrictionError, BackendError, TransportError
-        On every rank alike; also for q, drafts or trees that differ between ranks.
+        The same on every rank; also for q, drafts or trees that differ between ranks.
 
     Examples
     --------
@@ -130,7 +130,7 @@ class Verifier:
 
     Arguments as for `verify`; shapes and dtype are fixed here, nodes is L. A call returns (out, lse) in the
     verifier's own buffers, which hold until its next call. It compares nothing between ranks and sends
-    nothing beside the one reduction; `decoder` is what makes the context pass and the reduction, with its
+    nothing but the one reduction; `decoder` is what makes the context pass and the reduction, with its
     `sent`, `schedule` and `certificate`.
 
     >>> tree = treeattn.token_tree.TokenTree.from_paths([[7, 1], [7, 3]])

@@ -227,7 +227,7 @@ def test_words_of_more_drafts_than_a_word_has():
             for n in ((1, 1), (2, 3), (3, 1), ())
         ),
         ({"q_positions": np.full(1, 2**60)}, "q_positions"),
-        ({"q_positions": None}, "causal, leading ask where queries stand"),
+        ({"q_positions": None}, "causal, leading ask for the positions of queries"),
         ({"begins": [1]}, "begins have shape \\[1\\]"),
         ({"begins": [-1, 0]}, "begins must be whole numbers from 0"),
         ({"runs": as_runs(range(11))}, "positions of 11 tokens are known, but the shard has 12"),

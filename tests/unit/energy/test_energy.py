@@ -235,7 +235,7 @@ BAD = {
     ),
     "more queries than tokens": (
         lambda: energy.value(Z, Q, K[:, :2], V[:, :2], rules=CAUSAL),
-        "causal ask where queries stand: pass q_positions=",
+        "causal ask for the positions of queries: pass q_positions=",
     ),
     "z of another batch": (
         lambda: energy.log_likelihood(None, Q[:1], Q, K, V), r"z has shape \[1, 3, .* = \[2, 3, 4, 8\]"

@@ -209,7 +209,7 @@ def _chosen_folder() -> Path:
 
 
 def _of_this_user_alone(status: os.stat_result) -> bool:
-    """Whether it is a folder of this user's in which nobody else can put files."""
+    """Whether it is a folder of this user's in which no other user can put files."""
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
@@ -244,7 +244,7 @@ def _writable(folder: Path) -> Path:
 
 
 def _private_temporary_folder() -> Path:
-    """A folder that nobody else can write: code is loaded from it."""
+    """A folder that no other user can write: code is loaded from it."""
     folder = Path(tempfile.gettempdir()) / f"treeattn-{os.getuid()}"
     try:
         with contextlib.suppress(FileExistsError):

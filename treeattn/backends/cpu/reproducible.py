@@ -12,7 +12,7 @@ from treeattn.backends.cpu.attention import check_tokens
 from treeattn.backends.cpu.device import Cpu
 from treeattn.errors import ArgumentError
 
-#: What ``reproducible=`` takes beside None.
+#: What ``reproducible=`` takes apart from None.
 REPRODUCIBLE = ("tokens", "blocks")
 _BESIDE = 1 << 16  # tokens that shards do not hold: drafts, and a sink
 
@@ -29,8 +29,8 @@ class ReproducibleCpu(Cpu):
         return super().lengths(shape, lengths, tokens)
 
     def product(self, matrices: Sequence[Any]) -> Callable[[Any], Any]:
-        """The compiled kernel, by 16 vectors at a time: a row's sum is the same beside whatever rows. Raises
-        `BackendError` where it does not serve."""
+        """The compiled kernel, by 16 vectors at a time: a row's sum is the same whatever other rows there
+        are. Raises `BackendError` where it does not serve."""
         return cpu.PlannedProduct(matrices, one_order=True)
 
     def merge_operator(self, v_dim: int, dtype: Any) -> Any:

@@ -107,7 +107,7 @@ def check_tables(tables: MaskTables, records: Array) -> None:
 
 
 def wrong_type(name: str, array: Array) -> ArgumentError:
-    """Why an array is refused."""
+    """The error for an array of a type that no kernel takes."""
     return ArgumentError(
         f"{name} is {array.dtype}: on the GPU it must be float32, float16 or bfloat16 "
         "(as uint16 bits); float64 is for device='cpu'"

@@ -1,4 +1,4 @@
-"""The CUDA sources as single texts, for NVRTC, nvcc and the emulator alike.
+"""The CUDA sources as single texts, for NVRTC, nvcc and the emulator.
 
 Headers of ours are put in place of their ``#include``, so that a module is one text: nothing depends
 on include paths, and caches of compiled modules that look at the text see every change. ``#line``
@@ -12,7 +12,7 @@ import re
 
 from treeattn.backends import kernel_folder
 
-#: What every compiler is told beside the text.
+#: Options of every compiler.
 OPTIONS = ("-std=c++17",)
 
 _INCLUDE = re.compile(r'#include "([\w.]+)"')

@@ -20,7 +20,7 @@ _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAP
 
 
 class Gpu(NamedTuple):
-    """One GPU. memory: bytes."""
+    """One GPU; memory in bytes."""
 
     name: str
     capability: str

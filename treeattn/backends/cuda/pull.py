@@ -219,7 +219,7 @@ class _Tables:
 
 
 def _on_device(array: Array, runtime: Runtime) -> Any:
-    """A copy there."""
+    """A copy of the array on the device."""
     raw = array.view(np.uint8)
     moved = runtime.empty(raw.shape, np.uint8)
     runtime.upload(moved, raw)

@@ -173,7 +173,7 @@ class VisibleTables:
         return -(-(end - begin) // self._step)
 
     def fill(self) -> None:
-        """The tables of this step."""
+        """Fill the tables for this step."""
         mask, (tiles, width) = self._mask, self._queries.shape
         batch = len(mask.draft_begins)
         begins = mask.draft_begins if mask.drafts else np.full(batch, _NO_DRAFT, np.int64)

@@ -44,7 +44,7 @@ def predictions(
 ) -> Predictions:
     """On the cluster of that name, else the one of TREEATTN_CLUSTER. own: schedules of one's own, by name.
 
-    Collective. Raises what reading the cluster raises, on every rank alike.
+    Collective. Raises what reading the cluster raises, the same on every rank.
     """
     found = topology.detect(world)
 

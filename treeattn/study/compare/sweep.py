@@ -59,7 +59,7 @@ def sweep(
             continue
         try:
             inputs = bench.inputs(plan[0].key)
-        except TreeattnError as error:  # on every rank alike
+        except TreeattnError as error:  # the same on every rank
             yield from ((Block(key, 0), error) for key in case)
             continue
         spent: defaultdict[Key, float] = defaultdict(float)  # seconds
@@ -71,7 +71,7 @@ def sweep(
             yield block, None
             try:
                 found = bench.block(block.key, inputs)
-            except TreeattnError as error:  # raised by planning, on every rank alike
+            except TreeattnError as error:  # raised by planning, the same on every rank
                 spent[block.key] = math.inf
                 yield block, error
                 continue
