@@ -23,5 +23,6 @@ with cache_nodes.connect() as nodes:
             out, _ = cache.step(layer, q, k, v)
             wanted, _ = attention(q, keys[layer], values[layer], scale=64**-0.5)
             error = max(error, float(np.abs(out - wanted).max()))
-    found = {"nodes": nodes.size, "children": nodes.children, "totals": cache.totals.tolist(), "error": error}
+    found = {"nodes": nodes.size, "children": nodes._link.tree.children}
+    found |= {"totals": cache.totals.tolist(), "error": error}
 print(json.dumps(found))
