@@ -175,35 +175,6 @@ def test_output_that_cannot_be_written(tmp_path, line, code, out, err):
     assert "Traceback" not in found[2]
 
 
-FULL = """
-import errno, os
-from treeattn import files
-from treeattn.study.compare import rows
-def full(_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-files.os.fsync = full
-from treeattn.cli import main
-main()
-"""
-
-
-@needs_mpiexec
-@pytest.mark.parametrize(
-    ("words", "ranks"),
-    [
-        (("decode", CACHE, "--repeat", 1), 2),
-        ((*COMPARE, "--repetitions", 1), None),
-    ],
-    ids=["decode", "compare"],
-)
-def test_a_full_disk_under_a_file(words, ranks, tmp_path):
-    done = run("-c", FULL, *words, "--json", tmp_path / "facts.json", ranks=ranks, code=1)
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
-    assert "facts.json: cannot be written (No space left on device)" in line
-    assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_the_device_of_a_full_disk_is_no_file():
     done = treeattn("schemes", "--json", "/dev/full", code=2)
     assert done.stderr == "treeattn: /dev/full: is not an ordinary file; name a file to write\n"

@@ -56,32 +56,21 @@ def test_the_file_says_what_queries_see(cache, tmp_path, layout, said, rules):
 
 
 @pytest.mark.parametrize(
-    ("said", "message"),
+    ("words", "said", "message"),
     [
-        ({"causal": np.array(2)}, "causal must be one 0 or 1, not 2"),
-        ({"causal": np.zeros(3)}, "causal must be one 0 or 1, not [0.0, 0.0, 0.0]"),
-        ({"window": np.array([1, 2, 3])}, "window must be whole numbers [2]"),
-        ({"window": np.array([1.5, 2])}, "window must be whole numbers [2]"),
-        ({"window": np.array([-2, 0])}, "window"),
-        ({"k": np.ones((2, 90, 2, 64), np.float16)}, "k is float16, expected float32"),
+        ("decode", {"causal": np.array(2)}, "causal must be one 0 or 1, not 2"),
+        ("decode", {"causal": np.zeros(3)}, "causal must be one 0 or 1, not [0.0, 0.0, 0.0]"),
+        ("decode", {"window": np.array([1, 2, 3])}, "window must be whole numbers [2]"),
+        ("decode", {"window": np.array([1.5, 2])}, "window must be whole numbers [2]"),
+        ("decode", {"window": np.array([-2, 0])}, "window"),
+        ("decode", {"k": np.ones((2, 90, 2, 64), np.float16)}, "k is float16, expected float32"),
+        ("decode --scheme kv_ring", {"causal": np.array(1)}, "kv_ring lets every query see every token"),
+        ("verify", {"window": np.array([4, 0])}, "leave window out"),  # nodes see the whole context
     ],
 )
-def test_what_cannot_be_is_one_line(cache, said, message):
+def test_what_cannot_be_is_one_line(cache, words, said, message):
     path, tensors = cache
     save_file(tensors | said, path)
-    done = in_process("decode", path, code=2)
+    done = in_process(*words.split(), path, code=2)
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_a_ring_has_no_mask(cache):
-    path, tensors = cache
-    save_file(tensors | {"causal": np.array(True)}, path)
-    done = in_process("decode", path, "--scheme", "kv_ring", code=2)
-    assert done.stderr.count("kv_ring lets every query see every token") == 1
-
-
-def test_nodes_of_a_tree_see_the_whole_context(cache):
-    path, tensors = cache
-    save_file(tensors | {"window": np.array([4, 0])}, path)
-    assert "leave window out" in in_process("verify", path, code=2).stderr

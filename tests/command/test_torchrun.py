@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.drawn import sample
 from tests.support.torchrun import SETTINGS, needs_torch, ranks_by_environment, torchrun
 
 from .launch import ROOT, mpiexec, run
@@ -77,48 +78,34 @@ treeattn.Decoder(**shape)
 """
 
 
+ROUND = "recursive_doubling, round 1: "
+
+
 @pytest.mark.parametrize(
-    ("executor", "where", "waits"),
-    [
-        ("torch", "step", "recursive_doubling, round 1: 1 s without messages from rank 1 and reception by"),
-        pytest.param(
-            "slots",
-            "step",
-            "recursive_doubling, round 1: 1 s without messages from rank 1 and reception by",
-            marks=pytest.mark.deep,
-        ),
-        pytest.param(
-            "slots",
-            "plan",
-            "what all ranks plan together: 1 s without the other ranks: ",
-            marks=pytest.mark.deep,
-        ),
-    ],
-)
-def test_a_stopped_rank_ends_the_wait_and_is_named(executor, where, waits):
-    waiting, stopped = ranks_by_environment(
-        HUNG, ranks=2, EXECUTOR=executor, WHERE=where, TREEATTN_TIMEOUT="1"
+    ("executor", "where", "signal", "code", "says"),
+    sample(2, [
+        ("torch", "step", "SIGSTOP", 124, f"{ROUND}2 s without messages from rank 1 and reception by"),
+        ("torch", "step", "SIGKILL", 1, f"{ROUND}the messages from rank 1 and reception by rank 1 failed"),
+        ("slots", "step", "SIGSTOP", 124, f"{ROUND}2 s without messages from rank 1 and reception by"),
+        ("slots", "plan", "SIGSTOP", 124, "what all ranks plan together: 2 s without the other ranks: "),
+        ("slots", "step", "SIGKILL", 1, f"{ROUND}rank 1 has ended, while this one waits for "),
+    ]),
+)  # fmt: skip
+def test_a_rank_that_is_stopped_or_dies_is_named(executor, where, signal, code, says):
+    """The dead one long before the limit of waits."""
+    limit = "2" if code == 124 else "50"
+    program = HUNG.replace("SIGSTOP", signal)
+    waiting, other = ranks_by_environment(
+        program, ranks=2, EXECUTOR=executor, WHERE=where, TREEATTN_TIMEOUT=limit
     )
-    assert waiting.returncode == 124, waiting.stderr
+    assert waiting.returncode == code, waiting.stderr
+    if code == 1:
+        last = waiting.stderr.strip().splitlines()[-1].removeprefix("[rank0]: ")
+        assert last.startswith(f"treeattn.errors.PeerError: {says}"), last
+        return
     (line,) = [line for line in waiting.stderr.splitlines() if line.startswith("treeattn:")]
-    assert line.startswith(f"treeattn: rank 0: {waits}"), line
-    assert f": rank 1 is stopped (process {stopped.pid}); if steps take so long" in line
-
-
-@pytest.mark.parametrize(
-    ("executor", "says"),
-    [
-        ("torch", "the messages from rank 1 and reception by rank 1 failed: a rank has ended (Connection "),
-        pytest.param("slots", "rank 1 has ended, while this one waits for ", marks=pytest.mark.deep),
-    ],
-)
-def test_a_rank_that_dies_is_an_error_in_one_line(executor, says):
-    """Long before the limit of waits."""
-    dies = HUNG.replace("SIGSTOP", "SIGKILL")
-    waiting, _ = ranks_by_environment(dies, ranks=2, EXECUTOR=executor, WHERE="step", TREEATTN_TIMEOUT="50")
-    last = waiting.stderr.strip().splitlines()[-1].removeprefix("[rank0]: ")
-    assert waiting.returncode == 1, waiting.stderr
-    assert last.startswith(f"treeattn.errors.PeerError: recursive_doubling, round 1: {says}"), last
+    assert line.startswith(f"treeattn: rank 0: {says}"), line
+    assert f": rank 1 is stopped (process {other.pid}); if steps take so long" in line
 
 
 STRANGER = """
