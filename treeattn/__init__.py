@@ -37,29 +37,18 @@ if TYPE_CHECKING:
     __version__: str
 
 _PACKAGES = ("collectives", "energy", "token_tree")
-_NAMES = {
-    "Rules": "treeattn.attention.mask",
-    "CacheFormat": "treeattn.attention.shard",
-    "Shard": "treeattn.attention.shard",
-    "ShardedCache": "treeattn.cache",
-    "Decoder": "treeattn.decoder",
-    "Merger": "treeattn.decoder",
-    "Prefill": "treeattn.decoder",
-    "Reduction": "treeattn.decoder",
-    "decode": "treeattn.decoder",
-    "merge": "treeattn.decoder",
-    "prefill": "treeattn.decoder",
-    "ArgumentError": "treeattn.errors",
-    "BackendError": "treeattn.errors",
-    "PeerError": "treeattn.errors",
-    "PeerTimeoutError": "treeattn.errors",
-    "RestrictionError": "treeattn.errors",
-    "ScheduleError": "treeattn.errors",
-    "StateError": "treeattn.errors",
-    "TransportError": "treeattn.errors",
-    "TreeattnError": "treeattn.errors",
-    "schemes": "treeattn.selection",
-}
+_MODULES = {
+    "attention.mask": ("Rules",),
+    "attention.shard": ("CacheFormat", "Shard"),
+    "cache": ("ShardedCache",),
+    "decoder": ("Decoder", "Merger", "Prefill", "Reduction", "decode", "merge", "prefill"),
+    "errors": (
+        "ArgumentError", "BackendError", "PeerError", "PeerTimeoutError", "RestrictionError",
+        "ScheduleError", "StateError", "TransportError", "TreeattnError",
+    ),
+    "selection": ("schemes",),
+}  # fmt: skip
+_HOME = {name: f"treeattn.{module}" for module, names in _MODULES.items() for name in names}
 
 __all__ = [
     "ArgumentError",
@@ -100,9 +89,9 @@ def __getattr__(name: str) -> object:
             return version("treeattn")
         except PackageNotFoundError:  # a bare checkout
             return "0+checkout"
-    if name not in _NAMES:
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_NAMES[name]), name)
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
     return value
 
 

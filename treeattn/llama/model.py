@@ -101,7 +101,7 @@ class Attention:
     """Adds to x what its tokens attend to: o(attention(rotate(qkv(norm(x)))))."""
 
     def __init__(self, loader: Loader, prefix: str, layer: int, config: Config) -> None:
-        norm = loader.vector(f"{prefix}input_layernorm.weight")
+        norm = loader.tensor(f"{prefix}input_layernorm.weight")
         self._norm = RMSNorm(loader.device, norm, config.rms_norm_eps)
         maps = [f"{prefix}self_attn.{name}_proj" for name in "qkv"]
         self._qkv = loader.stacked(*maps, gather_output=True)
@@ -134,7 +134,7 @@ class FeedForward:
     """Adds to x its gated MLP: down(silu(gate(norm(x))) * up(norm(x)))."""
 
     def __init__(self, loader: Loader, prefix: str, config: Config) -> None:
-        norm = loader.vector(f"{prefix}post_attention_layernorm.weight")
+        norm = loader.tensor(f"{prefix}post_attention_layernorm.weight")
         self._norm = RMSNorm(loader.device, norm, config.rms_norm_eps)
         self._gate_up = loader.stacked(f"{prefix}mlp.gate_proj", f"{prefix}mlp.up_proj")
         self._down = loader.linear(f"{prefix}mlp.down_proj")
@@ -218,7 +218,7 @@ class Llama:
             self._layers.append(
                 (Attention(loader, prefix, layer, config), FeedForward(loader, prefix, config))
             )
-        self._norm = RMSNorm(self.device, loader.vector("model.norm.weight"), config.rms_norm_eps)
+        self._norm = RMSNorm(self.device, loader.tensor("model.norm.weight"), config.rms_norm_eps)
         self._frequencies = inverse_frequencies(config.rope, config.head_dim)
         self.weight_bytes, digest = loader.nbytes, hashlib.sha256()
         for name in weights.shapes:

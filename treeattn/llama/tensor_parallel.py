@@ -220,18 +220,10 @@ class Loader:
     ) -> None:
         self.weights, self.device, self._group, self.nbytes = weights, device, group, 0
 
-    def vector(self, name: str) -> Array:
-        """A vector on the device, or this rank's part of it."""
-        read = self.weights.read(name, self._own(name))
-        placed: Array = read if self.weights.mapped else self.device.weights(read)
-        self.nbytes += placed.nbytes
-        return placed
-
-    def matrix(self, name: str) -> Array:
-        """The same of a matrix."""
-        summed = name.endswith(("o_proj.weight", "down_proj.weight"))
-        part = (None, self._own(name)) if summed else (self._own(name), None)
-        read = self.weights.read(name, *part)
+    def tensor(self, name: str) -> Array:
+        """A vector or a matrix on the device, or this rank's part of it."""
+        own, summed = self._own(name), name.endswith(("o_proj.weight", "down_proj.weight"))
+        read = self.weights.read(name, *((None, own) if summed else (own, None)))
         placed: Array = read if self.weights.mapped else self.device.weights(read)
         self.nbytes += placed.nbytes
         return placed
@@ -248,17 +240,17 @@ class Loader:
 
     def vocabulary(self) -> tuple[Embedding, Linear]:
         """The embedding and the head, which are one matrix where they are tied."""
-        embedding, group, axis = self.matrix(EMBEDDING), self._group, self._axis("lm_head")
+        embedding, group, axis = self.tensor(EMBEDDING), self._group, self._axis("lm_head")
         if self.weights.config.tied:
             self.weights.check_tied(self._own(HEAD))
-        head = Linear(self.device, [embedding if self.weights.config.tied else self.matrix(HEAD)])
+        head = Linear(self.device, [embedding if self.weights.config.tied else self.tensor(HEAD)])
         if group is None:
             return Embedding(self.device, embedding), head
         return VocabParallelEmbedding(group, axis, embedding), ColumnParallelLinear(group, [axis], head, True)
 
     def _part(self, *names: str) -> Linear:
-        biases = [self.vector(f"{name}.bias") for name in names if f"{name}.bias" in self.weights.shapes]
-        weights = [self.matrix(f"{name}.weight") for name in names]
+        biases = [self.tensor(f"{name}.bias") for name in names if f"{name}.bias" in self.weights.shapes]
+        weights = [self.tensor(f"{name}.weight") for name in names]
         bias = self.device.namespace.concatenate(biases) if biases else None
         return Linear(self.device, weights, bias)
 

@@ -1,8 +1,8 @@
 """Acceptance of draft tokens: one rank decides for all, since ranks that decide alone drift apart.
 
 A rule walks down a row's tree. A row with one root begins there: the root is no draft but the token that was
-sampled last, whose keys and values are not in the cache yet. With `first`, what the model says after the
-context, the roots are drafts too, and any number of them is allowed.
+sampled last, whose keys and values are not in the cache yet. With `first` of `accept_greedy`, what the model
+says after the context, the roots are drafts too, and any number of them is allowed.
 
 Tiny differences between ranks (another CPU, another order of sums) would flip a choice that is nearly a tie;
 then counts differ, and the next collective hangs. So rank 0 decides and broadcasts; what other ranks pass is
@@ -94,8 +94,6 @@ def accept_speculative(
     draft_probabilities: ArrayLike,
     generator: np.random.Generator,
     *,
-    first: ArrayLike | None = None,
-    draft_first: ArrayLike | None = None,
     comm: Given = None,
 ) -> Accepted:
     """Keep drafts that were sampled, with the help of the distributions they were sampled from. Collective.
@@ -114,8 +112,6 @@ def accept_speculative(
         p, the model's after each node; rows add up to 1. Rank 0's count, as does its `generator`.
     draft_probabilities : [batch, L, vocabulary]
         q, from which the children of each node were drawn; not looked at where a node has none.
-    first, draft_first : [batch, vocabulary], optional
-        p and q after the context if roots are drafts.
 
     Raises
     ------
@@ -136,22 +132,19 @@ def accept_speculative(
     """
 
     def walk() -> Accepted:
-        if (first is None) != (draft_first is None):
-            raise ArgumentError("first and draft_first go together: roots that are drafts were drawn")
-        target = _distributions(tree, probabilities, first)
-        draft = _distributions(tree, draft_probabilities, draft_first, "draft_", inner_only=True)
-        sizes = np.shape(probabilities)[-1], np.shape(draft_probabilities)[-1]
-        if sizes[0] != sizes[1]:
+        target = _probabilities("probabilities", probabilities, tree.real)
+        draft = _probabilities("draft_probabilities", draft_probabilities, tree.inner)
+        if target.shape != draft.shape:
             raise ArgumentError(
-                f"probabilities are over {sizes[0]} tokens, draft_probabilities over {sizes[1]}: one "
-                "vocabulary is needed, in which what the drafter does not know has draft probability 0"
+                f"probabilities are over {target.shape[-1]} tokens, draft_probabilities over "
+                f"{draft.shape[-1]}: one vocabulary is needed, in which what the drafter does not know has "
+                "draft probability 0"
             )
 
         def step(row: int, node: int) -> tuple[list[int], int]:
-            p, q = target(row, node), None
+            p, q = target[row, node], draft[row, node]
             for child in tree.children(row, node).tolist():
                 token = int(tree.tokens[row, child])
-                q = draft(row, node) if q is None else q
                 if not 0 <= token < len(q) or not q[token] > 0:
                     raise ArgumentError(
                         f"row {row}: node {child} holds token {token}, which its draft distribution cannot "
@@ -162,7 +155,7 @@ def accept_speculative(
                 p, q = _residual(p, q, token)
             return [], draw_token(p, generator)
 
-        return _walk(tree, first is not None, step)
+        return _walk(tree, False, step)
 
     return broadcast_from_root(communicators.intracomm(comm), walk, "what rank 0 accepts")
 
@@ -208,20 +201,6 @@ def _walk(tree: TokenTree, from_context: bool, step: Step) -> Accepted:
     for row, path in enumerate(paths):
         kept[row, : len(path)] = path
     return Accepted(kept, (kept >= 0).sum(1), np.array(tokens, np.int64))
-
-
-def _distributions(
-    tree: TokenTree, given: ArrayLike, first: ArrayLike | None, kind: str = "", inner_only: bool = False
-) -> Callable[[int, int], Probabilities]:
-    """Called with a row and a node (-1: the context), gives its probabilities. Raises `ArgumentError`."""
-    wanted = tree.inner if inner_only else tree.real
-    after = _probabilities(f"{kind}probabilities", given, wanted)
-    if first is None:
-        return lambda row, node: after[row, node]
-    begin = _probabilities(f"{kind}first", first, np.ones(tree.batch, bool))
-    if begin.shape[-1] != after.shape[-1]:
-        raise ArgumentError(f"{kind}first is over {begin.shape[-1]} tokens, others over {after.shape[-1]}")
-    return lambda row, node: after[row, node] if node >= 0 else begin[row]
 
 
 def _probabilities(name: str, given: ArrayLike, wanted: NDArray[np.bool_]) -> Probabilities:
