@@ -1,6 +1,6 @@
 """A schedule for simulators of networks: what each rank does in each round, as GOAL.
 
-GOAL text is the input of LogGOPSim and others: Hoefler, Siebert, Lumsdaine, "Group Operation Assembly
+GOAL text is the input of LogGOPSim and others: Hoefler, Siebert, Lumsdaine, "Group GoalMessage Assembly
 Language", ICPP 2009; the grammar is the one of LogGOPSim's txt2bin.
 """
 
@@ -17,7 +17,7 @@ from treeattn.collectives.check import check
 from treeattn.collectives.schedule import Schedule
 
 
-class Operation(NamedTuple):
+class GoalMessage(NamedTuple):
     """A message of `size` bytes to or from `peer`; the tag is its own."""
 
     sends: bool
@@ -30,7 +30,7 @@ class Operation(NamedTuple):
 class RankRound:
     """What one rank does in one round. merged: records that it merges on arrival."""
 
-    operations: list[Operation] = field(default_factory=list)
+    operations: list[GoalMessage] = field(default_factory=list)
     merged: int = 0
 
 
@@ -46,8 +46,8 @@ def steps(schedule: Schedule, records: int, record_bytes: int, group: int) -> li
         now: defaultdict[int, RankRound] = defaultdict(RankRound)
         for _, src, dst, carried, merge in in_round:
             size = carried * record_bytes
-            now[src].operations.append(Operation(True, dst, size, tag))
-            now[dst].operations.append(Operation(False, src, size, tag))
+            now[src].operations.append(GoalMessage(True, dst, size, tag))
+            now[dst].operations.append(GoalMessage(False, src, size, tag))
             now[dst].merged += carried * merge
             tag += 1
         for rank, step in now.items():

@@ -24,8 +24,7 @@ from treeattn.collectives.executors.lowering import (
 from treeattn.collectives.program import Planned
 from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.operator import NativeOperator, Operator
-from treeattn.collectives.runtime.reducer import NativeStep, ReductionSpec
-from treeattn.collectives.runtime.reducer import Reducer as BaseReducer
+from treeattn.collectives.runtime.reducer import NativeStep, Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import BackendError, PeerError
 
@@ -67,17 +66,17 @@ def problem(spec: ReductionSpec) -> str | None:
     return None
 
 
-def plan(spec: ReductionSpec, schedule: Schedule, *, oversubscribed: bool = False) -> Reducer:
+def plan(spec: ReductionSpec, schedule: Schedule, *, oversubscribed: bool = False) -> CompiledReducer:
     """The reducer of a schedule whose messages all travel by MPI. Collective.
 
     spec: of a `NativeOperator` on the host, where no rank has a `problem`, over a communicator of MPI whose
     functions can be called from C (`mpi_communicator.problem`). oversubscribed: ranks of this
     machine share cores. Raises `ScheduleError` as `program.of_spec` does.
     """
-    return Reducer(spec, program.of_spec(spec, schedule), None, oversubscribed)
+    return CompiledReducer(spec, program.of_spec(spec, schedule), None, oversubscribed)
 
 
-class Reducer(BaseReducer):
+class CompiledReducer(Reducer):
     """A planned reduction of a buffer in place over all ranks of a communicator.
 
     ``start()`` goes as far as it can without waiting. Raises `PeerError`, which names the round and the

@@ -15,8 +15,7 @@ from treeattn.collectives.executors.lowering import Regions, messages_over
 from treeattn.collectives.program import Copy, Fold, Instruction, Planned, Region
 from treeattn.collectives.runtime.memory import Memory
 from treeattn.collectives.runtime.operator import ManyOperator, Operator
-from treeattn.collectives.runtime.reducer import Reducer as BaseReducer
-from treeattn.collectives.runtime.reducer import ReductionSpec
+from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 
 
@@ -60,7 +59,7 @@ class PlannedRound(NamedTuple):
     calls: list[Callable[[], object]]
 
 
-class Reducer(BaseReducer):
+class InterpretedReducer(Reducer):
     """A planned reduction of a buffer in place over all ranks of a communicator, of MPI or of torch.
 
     Afterwards the buffer holds the result (all of it, or this rank's chunk of a scattered schedule).

@@ -14,8 +14,7 @@ from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.memory import PeerMemory
 from treeattn.collectives.runtime.mpi_communicator import duplicate
 from treeattn.collectives.runtime.operator import OneSidedOperator, OneSidedStep
-from treeattn.collectives.runtime.reducer import Reducer as BaseReducer
-from treeattn.collectives.runtime.reducer import ReductionSpec
+from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import PeerTimeoutError, TransportError
 
@@ -107,7 +106,7 @@ class Windows:
         self._comm.Free()
 
 
-class Reducer(BaseReducer):
+class PeerReducer(Reducer):
     """A planned reduction of a buffer in the memory of a GPU, in place, over ranks that share a node.
 
     A step is queued and not waited for. A rank that does not come in time leaves NaN in the records of those

@@ -88,7 +88,7 @@ def plan(
     *,
     nodes: tuple[tuple[int, ...], ...],
     oversubscribed: bool = False,
-) -> compiled.Reducer:
+) -> compiled.CompiledReducer:
     """As `compiled.plan`, with shared memory between the ranks of each node. Collective.
 
     nodes: ranks that share memory, the same on every rank. Those of different nodes send messages of the
@@ -100,7 +100,7 @@ def plan(
     record_bytes = planned.records[:1].nbytes
     parts = share(comm, node, 2 * set_bytes(planned.program, record_bytes))
     slots = Slots(parts, planned.program, record_bytes)
-    return compiled.Reducer(spec, planned, slots, oversubscribed)
+    return compiled.CompiledReducer(spec, planned, slots, oversubscribed)
 
 
 class SharedPart(NamedTuple):

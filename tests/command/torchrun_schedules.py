@@ -65,7 +65,7 @@ def main():
     ran = []
     for schedule in schedules(comm.size):
         for records in map(int, sys.argv[1:]):
-            check(interpreter.Reducer, comm, schedule, records, draw)
+            check(interpreter.InterpretedReducer, comm, schedule, records, draw)
             check(by_slots, comm, schedule, records, draw)
         ran.append(schedule.name)
     assert len(ran) > 15, ran

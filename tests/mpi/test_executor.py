@@ -77,7 +77,7 @@ class Schedules(OverMpi):
 
 class TestMpi(Schedules):
     def reducer(self, spec, case):
-        return interpreter.Reducer(spec, case.schedule)
+        return interpreter.InterpretedReducer(spec, case.schedule)
 
 
 class TestProgram(Schedules):

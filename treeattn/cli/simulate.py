@@ -31,7 +31,7 @@ from treeattn.mpi.topology import needed
 from treeattn.report import Column, Progress, Report, count, microseconds
 from treeattn.selection import select
 from treeattn.study import intervals
-from treeattn.study.decode_step import Shape, attention_cost, kv_ring_cost, query_ring_exchange
+from treeattn.study.decode_step import StepShape, attention_cost, kv_ring_cost, query_ring_exchange
 from treeattn.study.intervals import DRAWS, UNKNOWN, Estimate, estimates
 
 _DRAWINGS = {"svg": timeline, "trace": trace}
@@ -48,7 +48,7 @@ class DecodeStep(NamedTuple):
     query_ring: float
 
 
-class Row(NamedTuple):
+class SimulatedRow(NamedTuple):
     """A scheme under a placement, and what it costs."""
 
     scheme: str
@@ -108,20 +108,20 @@ def command(
     shape = _shape(sizes, tokens, kv_heads)
 
     @functools.cache  # of all schemes, of which the rings are none
-    def of_rings(places: Placement, shape: Shape) -> tuple[float, float, float]:
+    def of_rings(places: Placement, shape: StepShape) -> tuple[float, float, float]:
         attention = attention_cost(named.cluster, len(places), shape)
         exchange = query_ring_exchange(named.cluster, places, shape, executor)
         kv_ring = kv_ring_cost(named.cluster, places, shape, executor)
         return attention.time, kv_ring.time, (attention + exchange).time
 
-    rows: list[Row] = []
+    rows: list[SimulatedRow] = []
     say = Progress(sys.stderr.isatty(), first=2.0)
     for name, where, schedule, places in _cases(named.cluster, ranks, names, placements.split(","), result):
         one, step = simulate(schedule, named.cluster, places, sizes.payload, executor), None
         if shape is not None:
             attention, *rings = of_rings(places, shape)
             step = DecodeStep(attention, one.time, attention + one.time, *rings)
-        rows.append(Row(name, where, one, step))
+        rows.append(SimulatedRow(name, where, one, step))
         say(f"{len(rows)} simulated, {name} the last of them")
     rows = _estimated(rows, sizes.payload, late)
     made = Report({
@@ -148,7 +148,7 @@ def command(
         output.draw(_DRAWINGS[form](rows[0].simulation), f"{rows[0].scheme} on {ranks} ranks over time")
 
 
-def _estimated(found: list[Row], payload: Payload, late: Arrivals) -> list[Row]:
+def _estimated(found: list[SimulatedRow], payload: Payload, late: Arrivals) -> list[SimulatedRow]:
     """Rows in the order of their times, each with its interval and that of its ratio to the fastest."""
 
     def arriving(one: Simulation, draw: int) -> Simulation:
@@ -163,7 +163,7 @@ def _estimated(found: list[Row], payload: Payload, late: Arrivals) -> list[Row]:
     return sorted(rows, key=lambda row: row.estimate.time)
 
 
-def _shape(sizes: Sizes, tokens: int | None, kv_heads: int | None) -> Shape | None:
+def _shape(sizes: Sizes, tokens: int | None, kv_heads: int | None) -> StepShape | None:
     """The whole decode step, where it is asked for."""
     if tokens is None:
         if kv_heads is not None:
@@ -173,7 +173,7 @@ def _shape(sizes: Sizes, tokens: int | None, kv_heads: int | None) -> Shape | No
         return None
     if sizes.heads % (kv_heads or 1):
         raise ArgumentError(f"--kv-heads {kv_heads} does not divide --heads {sizes.heads}: give a divisor")
-    return Shape(tokens, sizes.heads, kv_heads or sizes.heads, sizes.head_dim)
+    return StepShape(tokens, sizes.heads, kv_heads or sizes.heads, sizes.head_dim)
 
 
 def _cases(
@@ -217,9 +217,9 @@ def placed(cluster: Cluster, ranks: int, where: str) -> Placement:
     return places
 
 
-def _show(made: Report, rows: list[Row], late: Arrivals) -> None:
+def _show(made: Report, rows: list[SimulatedRow], late: Arrivals) -> None:
     fastest = rows[0]
-    columns: list[Column[Row]] = [Column("scheme", words=True)]
+    columns: list[Column[SimulatedRow]] = [Column("scheme", words=True)]
     if len({row.placement for row in rows}) > 1:
         columns.append(Column("placement", words=True))
     columns += [
@@ -254,7 +254,7 @@ def _show(made: Report, rows: list[Row], late: Arrivals) -> None:
         made.line(f"*: by prices that are assumed, not measured; they make {share:.0%} of this time")
 
 
-def _facts(row: Row) -> dict[str, object]:
+def _facts(row: SimulatedRow) -> dict[str, object]:
     simulation, path = row.simulation, critical_path(row.simulation)
     return {
         "scheme": row.scheme,

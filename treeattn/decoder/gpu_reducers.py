@@ -85,7 +85,7 @@ def _over_peers(
         windows, reducer = _between_nodes(reduction, schedule, nodes)
     else:
         windows = peer.Windows(reduction, schedule, nodes)
-        reducer = peer.Reducer(windows, reduction.memory)
+        reducer = peer.PeerReducer(windows, reduction.memory)
     try:
         exposed = comm.allgather(collectively(comm, windows.expose))
         collectively(comm, lambda: windows.connect(exposed))

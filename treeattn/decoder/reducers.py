@@ -203,7 +203,7 @@ def run_rounds(executor: str | None, schedule: Schedule, reduction: ReductionSpe
             f"take executor={library!r} or None"
         )
     if executor == library:
-        return interpreter.Reducer(reduction, schedule)
+        return interpreter.InterpretedReducer(reduction, schedule)
     not_callable = _not_callable(library)
     lacking = _first(reduction.comm, compiled.problem(reduction) or not_callable)
     if lacking is None:
@@ -211,7 +211,7 @@ def run_rounds(executor: str | None, schedule: Schedule, reduction: ReductionSpe
     _cannot(executor, lacking, repr(library))
     if not_callable is not None:  # else it is the records: their planner knows
         _warn(reduction.comm, f"Python runs every round, since {lacking}")
-    return _instead(interpreter.Reducer(reduction, schedule), lacking)
+    return _instead(interpreter.InterpretedReducer(reduction, schedule), lacking)
 
 
 def _not_callable(library: str) -> str | None:
@@ -230,7 +230,7 @@ def _compiled(executor: str | None, library: str, schedule: Schedule, reduction:
     def by_messages() -> Reducer:
         if library == "mpi":
             return compiled.plan(reduction, schedule, oversubscribed=oversubscribed)
-        return interpreter.Reducer(reduction, schedule)
+        return interpreter.InterpretedReducer(reduction, schedule)
 
     alone = all(len(node) == 1 for node in nodes)
     if executor == "program" or (executor is None and alone):

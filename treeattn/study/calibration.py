@@ -140,7 +140,7 @@ class _Bench:
         reduction, schedule = self._reduction(comm, buffer), build(scheme, comm.size)
         nodes = communicators.node_groups(comm)
         if self.executor == "mpi":
-            return interpreter.Reducer(reduction, schedule)
+            return interpreter.InterpretedReducer(reduction, schedule)
         if self.executor == "program" or len(nodes) == comm.size:
             return compiled.plan(reduction, schedule, oversubscribed=self._oversubscribed)
         return slots.plan(reduction, schedule, nodes=nodes, oversubscribed=self._oversubscribed)

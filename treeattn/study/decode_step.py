@@ -21,7 +21,7 @@ from treeattn.collectives.traffic import Payload
 from treeattn.errors import ArgumentError
 
 
-class Shape(NamedTuple):
+class StepShape(NamedTuple):
     """Of the step: tokens over all ranks. bytes: of an element of the cache."""
 
     tokens: int
@@ -33,7 +33,7 @@ class Shape(NamedTuple):
     bytes: int = 2
 
 
-def attention_cost(cluster: Cluster, ranks: int, shape: Shape) -> Cost:
+def attention_cost(cluster: Cluster, ranks: int, shape: StepShape) -> Cost:
     """Of a rank's attention. Raises `ArgumentError` for a cluster that does not say how fast a rank reads."""
     if cluster.memory is None:
         raise ArgumentError(
@@ -43,7 +43,7 @@ def attention_cost(cluster: Cluster, ranks: int, shape: Shape) -> Cost:
 
 
 def reduction_cost(
-    cluster: Cluster, places: Placement, schedule: Schedule, shape: Shape, executor: str | None = None
+    cluster: Cluster, places: Placement, schedule: Schedule, shape: StepShape, executor: str | None = None
 ) -> Cost:
     """Of the reduction alone."""
     records = shape.batch * shape.heads * shape.queries
@@ -51,7 +51,7 @@ def reduction_cost(
     return cost(simulate(schedule, cluster, places, payload, executor))
 
 
-def kv_ring_cost(cluster: Cluster, places: Placement, shape: Shape, executor: str | None = None) -> Cost:
+def kv_ring_cost(cluster: Cluster, places: Placement, shape: StepShape, executor: str | None = None) -> Cost:
     """Of the step by the ring of keys and values. Raises as `attention_cost`."""
     ranks = len(places)
     attention = attention_cost(cluster, ranks, shape)
@@ -60,7 +60,7 @@ def kv_ring_cost(cluster: Cluster, places: Placement, shape: Shape, executor: st
 
 
 def query_ring_exchange(
-    cluster: Cluster, places: Placement, shape: Shape, executor: str | None = None
+    cluster: Cluster, places: Placement, shape: StepShape, executor: str | None = None
 ) -> Cost:
     """Of the step by the ring of queries, beside the attention of a rank."""
     ranks, record = len(places), 4 * (shape.head_dim + 2)
@@ -70,7 +70,7 @@ def query_ring_exchange(
     return (ranks - 1) * pass_on + gather
 
 
-def _shard(ranks: int, shape: Shape) -> float:
+def _shard(ranks: int, shape: StepShape) -> float:
     """Bytes of a rank's keys and values."""
     return 2 * shape.batch * shape.tokens * shape.kv_heads * shape.head_dim * shape.bytes / ranks
 

@@ -23,7 +23,7 @@ from treeattn.mpi.agreement import collectively
 from treeattn.selection import select
 from treeattn.study.compare.rows import SUM, Key
 from treeattn.study.decode_step import (
-    Shape,
+    StepShape,
     attention_cost,
     kv_ring_cost,
     query_ring_exchange,
@@ -95,7 +95,7 @@ def predicted(
     if key.what == "decode" and cluster.memory is None:
         return None
     size = np.dtype(DTYPES[key.dtype]).itemsize
-    shape = Shape(key.tokens, key.heads, key.kv_heads, key.head_dim, key.batch, key.queries, size)
+    shape = StepShape(key.tokens, key.heads, key.kv_heads, key.head_dim, key.batch, key.queries, size)
     if key.scheme == "kv_ring":
         return kv_ring_cost(cluster, places, shape, executor)
     attention = attention_cost(cluster, key.ranks, shape) if key.what == "decode" else Cost({})

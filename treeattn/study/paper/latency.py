@@ -9,7 +9,7 @@ from typing import Any
 from treeattn.collectives.clusters import description
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.study.decode_step import (
-    Shape,
+    StepShape,
     attention_cost,
     kv_ring_cost,
     query_ring_exchange,
@@ -38,7 +38,7 @@ def model(tokens: Sequence[int], ranks: Sequence[int], heads: int, head_dim: int
     cluster = description.load(MACHINE)
     of_gpus = {}  # what no length changes
     for gpus in ranks:
-        (schedule, places), shape = placed(cluster, SIMULATED, gpus), Shape(0, heads, heads, head_dim)
+        (schedule, places), shape = placed(cluster, SIMULATED, gpus), StepShape(0, heads, heads, head_dim)
         exchanges = (
             query_ring_exchange(cluster, places, shape),
             reduction_cost(cluster, places, schedule, shape),
@@ -46,7 +46,7 @@ def model(tokens: Sequence[int], ranks: Sequence[int], heads: int, head_dim: int
         of_gpus[gpus] = places, *exchanges
     rows: list[dict[str, Any]] = []
     for size, gpus in itertools.product(tokens, ranks):
-        (places, around, reduction), shape = of_gpus[gpus], Shape(size, heads, heads, head_dim)
+        (places, around, reduction), shape = of_gpus[gpus], StepShape(size, heads, heads, head_dim)
         attention, ring = attention_cost(cluster, gpus, shape).time, kv_ring_cost(cluster, places, shape).time
         tree = attention + reduction.time
         rows.append({

@@ -22,7 +22,7 @@ from treeattn.llama.model import Llama
 from treeattn.llama.session import Session
 from treeattn.llama.thread_limits import ThreadLimits
 from treeattn.llama.weights import RandomWeights
-from treeattn.study.decode_step import Shape, attention_cost, kv_ring_cost, reduction_cost
+from treeattn.study.decode_step import StepShape, attention_cost, kv_ring_cost, reduction_cost
 from treeattn.study.paper.experiment import MACHINE, Table, first_ranks, placed
 
 #: The paper's name of a machine -> its description.
@@ -119,7 +119,7 @@ def simulated(series: Sequence[Series]) -> list[dict[str, Any]]:
         cluster = description.load(MACHINES[one.machine])
         schedule, places = placed(cluster, "hierarchical", one.gpus)
         for tokens, tree, ring in zip(one.tokens, one.tree, one.ring, strict=True):
-            shape = Shape(tokens, one.heads, one.heads, one.head_dim)
+            shape = StepShape(tokens, one.heads, one.heads, one.head_dim)
             by_tree = attention_cost(cluster, one.gpus, shape) + reduction_cost(
                 cluster, places, schedule, shape
             )

@@ -11,7 +11,7 @@ from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.traffic import Payload
 from treeattn.study import laws
-from treeattn.study.decode_step import Shape, attention_cost, kv_ring_cost
+from treeattn.study.decode_step import StepShape, attention_cost, kv_ring_cost
 from treeattn.study.paper.experiment import MACHINE, Table, decode_key, placed, run
 
 TITLE = "communication volume, and whether a ring can hide it behind computation"
@@ -38,7 +38,7 @@ SCHEMES = {
 
 def model(tokens: int, ranks: int, heads: int, head_dim: int) -> list[Table]:
     """Section 6.3's example, and the elements that a GPU sends, as counted on simulated links."""
-    cluster, shape = description.load(MACHINE), Shape(tokens, heads, heads, head_dim)
+    cluster, shape = description.load(MACHINE), StepShape(tokens, heads, heads, head_dim)
     of_rank, payload = tokens // ranks, Payload(heads, 4 * (head_dim + 2))
     shard = laws.shard_elements(1, of_rank, heads, head_dim) * CACHE
     attending, ring = (
