@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 import treeattn
 from tests.support.token_trees import Case
@@ -41,6 +42,22 @@ def refusals():
         treeattn.decode(q, k, k, scheme=("ring", "binary_tree")[dist.get_rank()])
     with pytest.raises(treeattn.ArgumentError, match="comm must be .* or a process group of torch"):
         treeattn.decode(q, k, k, comm="gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    with pytest.raises(treeattn.ArgumentError, match=r"a group for each dimension.*mesh.get_group\(0\)"):
+        treeattn.decode(q, k, k, comm=mesh)
+    assert treeattn.decode(q, k, k, comm=mesh.get_group(0))[0].mean() == 1
+    first = dist.new_group([0])
+    if dist.get_rank():
+        with pytest.raises(treeattn.ArgumentError, match="this rank is no member of the group that comm is"):
+            treeattn.decode(q, k, k, comm=first)
+
+
+def destroyed(groups):
+    """Of which the first has been communicated over, and the second has not."""
+    one = np.ones((1, 1, 1, 8), "f")
+    for group in groups:
+        with pytest.raises(treeattn.StateError, match="a process group that was destroyed: make one"):
+            treeattn.decode(one, one, one, comm=group)
 
 
 def token_trees():
@@ -107,7 +124,12 @@ def main():
     refusals()
     without_mpi()
     dist.barrier()
+    groups = alone, dist.new_group([0, 1]), dist.group.WORLD
+    for group in groups[:2]:
+        dist.destroy_process_group(group)
+    destroyed(groups[:2])
     dist.destroy_process_group()
+    destroyed(groups)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class EmulatorRuntime:
     name = "emulated GPU"
     multiprocessors = 3
     tensor_cores = True
-    identity = "emulated GPU 0"
+    identity, index = "emulated GPU 0", 0
     stream = 0
     namespace: Any = np
     #: Where exposed memory lies: a file, which another process maps.

@@ -109,6 +109,10 @@ def test_another_attention_than_the_one_registered(comm, model):
 def test_padding_on_the_right(model, cache):
     mask = padded(prompt(3)).flip(1)
     refused("pad on the left", model, prompt(3), attention_mask=mask, past_key_values=cache)
+    mask = torch.ones_like(mask)
+    mask[1, 2] = 0
+    refused("row 1 has a zero inside the text, at slot 2", model, prompt(3), attention_mask=mask,
+            past_key_values=cache)  # fmt: skip
 
 
 def test_rows_that_are_nothing_but_padding_so_far(comm, model):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import treeattn
 from treeattn.mpi import library
@@ -38,6 +39,12 @@ def test_cuda_aware(
     subprocess.run(command, input=source, text=True, check=True, timeout=300)
     monkeypatch.setattr(library, "load", lambda: SimpleNamespace(__file__=str(built)))
     assert library.cuda_aware() is answer
+
+
+def test_who_is_no_member_hears_it() -> None:
+    one = np.ones((1, 1, 1, 8), np.float32)
+    with pytest.raises(treeattn.ArgumentError, match="this rank is no member of the group that comm is"):
+        treeattn.decode(one, one, one, comm=MPI.COMM_NULL)
 
 
 @pytest.mark.parametrize("wrong", [0, "world", object, True])

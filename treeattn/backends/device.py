@@ -32,7 +32,8 @@ WholeStep = Callable[[Any, Any, Any, Any], bool]
 def find(name: str, reproducible: str | None = None, ranks: int = 1) -> Device:
     """The device that ``device=`` names, a word or an object of torch, for results of so many ranks as
     ``reproducible=`` says. Raises `ArgumentError`, `RestrictionError`; `BackendError` where there is none."""
-    name = str(getattr(name, "type", name))  # torch has objects for them
+    index = getattr(name, "index", None) if hasattr(name, "type") else None  # torch has objects for them
+    name = str(getattr(name, "type", name))
     if name not in ("cpu", "cuda"):
         raise ArgumentError(
             f"device {name!r:.60} is unknown: use 'cpu' or 'cuda', which is CuPy's current device "
@@ -53,7 +54,13 @@ def find(name: str, reproducible: str | None = None, ranks: int = 1) -> Device:
         return Cpu()
     from treeattn.backends.cuda.device import Cuda
 
-    return Cuda()
+    gpu = Cuda()
+    if index not in (None, gpu.runtime.index):
+        raise ArgumentError(
+            f"device cuda:{index} is not CuPy's current device, which is {gpu.runtime.index}: "
+            f"cupy.cuda.Device({index}).use() makes it that"
+        )
+    return gpu
 
 
 class Admitted(NamedTuple):

@@ -17,7 +17,7 @@ import numpy as np
 from treeattn import partial
 from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray, Pair
-from treeattn.attention.shape import DTYPES, query_dtype
+from treeattn.attention.shape import DTYPES, dtype_word, query_dtype
 from treeattn.backends import device as devices
 from treeattn.backends.device import Device
 from treeattn.collectives.catalog import Selection
@@ -114,6 +114,7 @@ class Parts:
     dtype: str
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", dtype_word(self.dtype))
         if self.dtype not in DTYPES:
             raise ArgumentError(f"dtype {self.dtype!r} is not supported: use one of {', '.join(DTYPES)}")
         for name, sizes, least in (("lse_shape", self.lse_shape, 0), ("head_dim", (self.head_dim,), 1)):

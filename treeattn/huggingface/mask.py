@@ -76,7 +76,15 @@ def begins_of(attention_mask: torch.Tensor, end: int) -> torch.Tensor:
             "needed"
         )
     begins = torch.where(seen.any(1), seen.int().argmax(1), end)
-    if bool((seen.sum(1) != end - begins).any()):
+    wrong = seen.sum(1) != end - begins
+    if bool(wrong.any()):
+        row = int(wrong.int().argmax())
+        if bool(seen[row, -1]):
+            slot = int(begins[row] + (~seen[row, int(begins[row]) :]).int().argmax())
+            raise ArgumentError(
+                f"attention_mask of row {row} has a zero inside the text, at slot {slot}: cut the token out; "
+                "only what stands before a text can be masked"
+            )
         raise ArgumentError("attention_mask has zeros after ones: pad on the left (padding_side='left')")
     return begins
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from cupy_signatures import strict
 
-from treeattn.backends import cuda
+from treeattn.backends import cuda, device
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda import driver as cuda_driver
 from treeattn.errors import ArgumentError, BackendError, TransportError
@@ -222,6 +222,15 @@ def test_what_lacks_is_named_with_its_remedy(use, changes, message):
     with pytest.raises(BackendError, match=message):
         cuda.MergeOperator(64)
     assert cupy_runtime.problem() is not None
+
+
+def test_another_gpu_than_the_current_one_is_refused(use, monkeypatch):
+    """Objects of torch have a number, which was not looked at: GPU 0 computed."""
+    use()
+    monkeypatch.setattr("treeattn.backends.cuda.device.BlockTables", lambda runtime: None)
+    assert device.find(SimpleNamespace(type="cuda", index=0)).runtime.index == 0
+    with pytest.raises(ArgumentError, match=r"cuda:1 is not .* which is 0: cupy.cuda.Device\(1\).use\(\)"):
+        device.find(SimpleNamespace(type="cuda", index=1))
 
 
 @pytest.fixture

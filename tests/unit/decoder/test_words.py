@@ -31,6 +31,8 @@ def test_types_are_names_or_objects(dtype):
         assert decoder.shape.dtype == "bfloat16"
     assert treeattn.CacheFormat(dtype=dtype).dtype == treeattn.Shard(K, K, dtype=dtype).dtype == "bfloat16"
     assert treeattn.decode(Q, K, K, device=device)[0].shape == Q.shape
+    with treeattn.Merger(lse_shape=(2,), head_dim=8, dtype=dtype) as merger:
+        assert merger.parts.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ class CupyRuntime:
         """Device `index` of those that CuPy sees."""
         self._cupy = self.namespace = cupy
         self._cuda, self._calls = cupy.cuda, cupy.cuda.runtime
-        self._index = index
+        self.index = index
         self._kernels: dict[tuple[str, str, int], Any] = {}
         # Copies under way and the memory that they read.
         self._uploads: collections.deque[tuple[Any, Any]] = collections.deque()
@@ -130,7 +130,7 @@ class CupyRuntime:
     def _load(self, module: str, expression: str, shared_bytes: int) -> Any:
         cupy = self._cupy
         try:
-            with _shown_warnings(), cupy.cuda.Device(self._index):
+            with _shown_warnings(), cupy.cuda.Device(self.index):
                 code = cupy.RawModule(
                     code=cuda_source.source(module),
                     options=cuda_source.OPTIONS,
@@ -171,7 +171,7 @@ class CupyRuntime:
 
     def _allocate(self, new: Callable[..., Any], shape: Any, dtype: Any) -> Any:
         try:
-            with self._cuda.Device(self._index):
+            with self._cuda.Device(self.index):
                 return new(shape, dtype)
         except self._cuda.memory.OutOfMemoryError as error:
             raise BackendError(
@@ -193,7 +193,7 @@ class CupyRuntime:
         """By cudaMalloc itself: what pools give cannot be exported. In units of 2 MiB, which CUDA shares with
         nothing else (CUDA programming guide, "Interprocess Communication")."""
         size = -(-size // _SHARED_UNIT) * _SHARED_UNIT
-        with self._cuda.Device(self._index):
+        with self._cuda.Device(self.index):
             address = self._malloc(size)
             try:
                 self._calls.memset(address, 0, size)
@@ -219,7 +219,7 @@ class CupyRuntime:
     def open_exposed(self, handle: bytes) -> int:
         """Also of a GPU that this process does not see, where both have peer access."""
         try:
-            with self._cuda.Device(self._index):
+            with self._cuda.Device(self.index):
                 return int(self._calls.ipcOpenMemHandle(handle))
         except self._calls.CUDARuntimeError as error:
             raise TransportError(f"{error}; {_NO_IPC}") from error
@@ -267,7 +267,7 @@ class CupyRuntime:
 
     def synchronize_all(self) -> None:
         """By cudaDeviceSynchronize; the current device is a thread's own."""
-        with self._cuda.Device(self._index):
+        with self._cuda.Device(self.index):
             self._calls.deviceSynchronize()
 
     def follow(self, last: Any) -> Any:
@@ -292,7 +292,7 @@ class CupyRuntime:
 
     def capture(self, run: Callable[[], object]) -> Callable[[], object]:
         """Record `run` on a stream of its own: the default stream cannot be captured."""
-        with self._cuda.Device(self._index), self._cuda.Stream(non_blocking=True) as stream:
+        with self._cuda.Device(self.index), self._cuda.Stream(non_blocking=True) as stream:
             stream.begin_capture()
             try:
                 run()
@@ -317,13 +317,13 @@ class CupyRuntime:
                 "(cupy.asarray makes one)"
             )
         current = int(self._calls.getDevice())
-        if current != self._index:
+        if current != self.index:
             raise ArgumentError(
-                f"GPU {current} is current, but this was planned on GPU {self._index}: make that one current "
-                f"again (with cupy.cuda.Device({self._index}))"
+                f"GPU {current} is current, but this was planned on GPU {self.index}: make that one current "
+                f"again (with cupy.cuda.Device({self.index}))"
             )
-        if array.device.id != self._index:
+        if array.device.id != self.index:
             raise ArgumentError(
-                f"{name} lies on GPU {array.device.id}, but GPU {self._index} is current: move it, or make "
+                f"{name} lies on GPU {array.device.id}, but GPU {self.index} is current: move it, or make "
                 f"the other current (with cupy.cuda.Device({array.device.id}))"
             )

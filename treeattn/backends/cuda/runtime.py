@@ -36,8 +36,9 @@ class Runtime(PeerMemory, Protocol):
     memory is out. `copy` takes a C-contiguous NumPy array on either side; the device array is so then too.
     """
 
-    #: What the device calls itself.
+    #: What the device calls itself, and which of this process's it is.
     name: str
+    index: int
     #: How many the device has.
     multiprocessors: int
     #: The most shared memory that a block can have, opted in.
