@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import structs
 
 from treeattn import files
 from treeattn.attention.shape import DTYPES
@@ -29,7 +30,7 @@ from treeattn.study import environment, extra
 from treeattn.study.compare import prediction
 from treeattn.study.compare.measure import Budget
 from treeattn.study.compare.prediction import Predictions
-from treeattn.study.compare.rows import SUM, Job, Key, Row, Writer, run_name, version
+from treeattn.study.compare.rows import SUM, Key, Row, Writer, run_name, version
 from treeattn.study.compare.steps import shape_of
 from treeattn.study.compare.summary import summarise
 from treeattn.study.compare.sweep import Block, sweep
@@ -174,26 +175,26 @@ def _shape_of_bytes(elements: float, head_dim: int) -> tuple[int, int]:
     return (heads, head_dim) if heads else (1, max(8, 8 * round((elements - 2) / 8)))
 
 
-def _job(world: MpiCommunicator, device: Any, shared: str | None) -> Job:
-    """What all rows of this run have. Collective."""
+def _job(world: MpiCommunicator, device: Any, shared: str | None) -> dict[str, Any]:
+    """The columns of a `Row` that are the same in all of this run. Collective."""
     machine = environment.machine(world)
     ranks, software = machine["ranks"], world.bcast(machine["software"])
     processors: Any = [rank["cpu"] for rank in ranks]
     if device.name == "cuda":
         processors = world.allgather(device.runtime.name)
-    return Job(
-        run=world.bcast(run_name()),
-        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        treeattn=software["packages"]["treeattn"],
-        commit=software["git"],
-        mpi=" ".join(software["mpi"].split()),
-        processor=" and ".join(sorted(set(processors))),
-        nodes=[rank["node"] for rank in ranks],
-        hosts=",".join(dict.fromkeys(rank["host"] for rank in ranks)),
-        environment=environment.variables(),
-        command=" ".join(software["command"]),
-        warning="; ".join(filter(None, (machine["warning"], shared))) or None,
-    )
+    return {
+        "run": world.bcast(run_name()),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "treeattn": software["packages"]["treeattn"],
+        "commit": software["git"],
+        "mpi": " ".join(software["mpi"].split()),
+        "processor": " and ".join(sorted(set(processors))),
+        "nodes": [rank["node"] for rank in ranks],
+        "hosts": ",".join(dict.fromkeys(rank["host"] for rank in ranks)),
+        "environment": environment.variables(),
+        "command": " ".join(software["command"]),
+        "warning": "; ".join(filter(None, (machine["warning"], shared))) or None,
+    }
 
 
 class _Session:
@@ -203,7 +204,7 @@ class _Session:
         self,
         world: MpiCommunicator,
         out: Path | None,
-        job: Job,
+        job: dict[str, Any],
         keys: Sequence[Key],
         repetitions: int,
         predictions: Predictions,
@@ -215,7 +216,8 @@ class _Session:
         if out is not None:  # on every rank: one that is not within an MPI call names it
             files.kept.append(f"{out} (the same command goes on from there)")
         held = self._writer.held if self._writer else []
-        self._rows = [row for row in held if version(row) == version(job)]
+        mine = version(Row(**structs.asdict(keys[0]), **job))
+        self._rows = [row for row in held if version(row) == mine]
         self._others = len(held) - len(self._rows)
         self._errors: dict[Key, str] = {}
         self.done = world.bcast({
@@ -237,7 +239,7 @@ class _Session:
             done = f"{self._measured:,} of {self._todo:,} blocks are done, at most {left:,.0f} s are left"
             self._say(f"{block.key.what} {block.key.label}: {done}")
             return
-        fields: dict[str, Any] = {**self._job._asdict(), "repetition": block.repetition}
+        fields: dict[str, Any] = {"repetition": block.repetition}
         if isinstance(found, TreeattnError):
             self._errors[block.key] = fields["error"] = str(found)
         else:
@@ -251,8 +253,7 @@ class _Session:
             }
         if own := self._own.get(block.key.scheme):
             fields["schedule"] = own.to_json()
-        key = {name: getattr(block.key, name) for name in Key.__struct_fields__}
-        row = Row(**key, **fields)
+        row = Row(**structs.asdict(block.key), **self._job, **fields)
         self._rows.append(row)
         if self._writer is not None:
             self._writer.append(row)
@@ -265,14 +266,14 @@ class _Session:
         except MissingPackageError as error:
             note = f"medians only: {error}"
         summaries = summarise((row for row in self._rows if row.key in keys), tested=note is None)
-        made = Report({**self._job._asdict(), "summaries": summaries, "errors": [*self._errors.values()]})
+        made = Report({**self._job, "summaries": summaries, "errors": [*self._errors.values()]})
         passed = compare_table.show(made, summaries, self._errors)
         made.note(note)
         if shown := self._predictions.shown:
             made.line(f"predicted: on {shown}")
         if self._others:
             made.note(f"{self._others} rows of the file are of another version, and are kept apart")
-        made.note(self._job.warning)
+        made.note(self._job["warning"])
         output.report(made)
         return 0 if passed and not self._errors else 1
 

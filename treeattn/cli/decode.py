@@ -35,7 +35,7 @@ from treeattn.study import environment
 @click.option("--scheme", "schemes", metavar="S[,S..]",
               help="How partials are reduced over ranks; FILE.json too; several, side by side. Default: by "
                    "the nodes of the job.")  # fmt: skip
-@options.layout_option()
+@options.LAYOUT
 @options.DEVICE
 @click.option("--transport", help="How records travel: mpi; from GPUs nccl, peer, cuda-mpi or host.")
 @options.REPEAT

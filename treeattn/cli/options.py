@@ -39,27 +39,21 @@ def number(text: str) -> int:
 def numbers(text: str) -> list[int]:
     """Read whole numbers from 1 on, separated by commas, each once; FIRST:LAST:xFACTOR stands for several.
     Raises `ArgumentError`."""
-    values = [
-        value for part in text.split(",") for value in (_range(part) if ":" in part else [number(part)])
-    ]
-    if min(values) < 1:
-        raise ArgumentError(f"{text}: {min(values)} is too small, 1 is the least")
+    values: list[int] = []
+    for part in text.split(","):
+        first, *rest = part.split(":")
+        last, factor = rest if len(rest) == 2 else (first, "x2")
+        if len(rest) not in (0, 2) or not factor.startswith("x"):
+            raise ArgumentError(f"{part!r:.40}: give FIRST:LAST:xFACTOR, such as 8:1Mi:x2")
+        value, most, by = number(first), number(last), number(factor[1:])
+        if value < 1:
+            raise ArgumentError(f"{text}: {value} is too small, 1 is the least")
+        if most < value or by < 2:
+            raise ArgumentError(f"{part!r:.40}: from 1 on, not downwards, by a factor of 2 at least")
+        while value <= most:
+            values.append(value)
+            value *= by
     return list(dict.fromkeys(values))
-
-
-def _range(text: str) -> list[int]:
-    """All numbers of FIRST:LAST:xFACTOR. Raises `ArgumentError`."""
-    parts = text.split(":")
-    if len(parts) != 3 or not parts[2].startswith("x"):
-        raise ArgumentError(f"{text!r:.40}: give FIRST:LAST:xFACTOR, such as 8:1Mi:x2")
-    value, last, factor = number(parts[0]), number(parts[1]), number(parts[2][1:])
-    if not 1 <= value <= last or factor < 2:
-        raise ArgumentError(f"{text!r:.40}: from 1 on, not downwards, by a factor of 2 at least")
-    values = []
-    while value <= last:
-        values.append(value)
-        value *= factor
-    return values
 
 
 def whole_numbers(text: str) -> list[int]:
@@ -104,15 +98,9 @@ DEVICE = click.option("--device", type=click.Choice(["cpu", "cuda"]), default="c
                       help="Where each rank computes.")  # fmt: skip
 CLUSTER = click.option("--cluster", metavar="NAME|FILE.toml",
                        help="A shipped cluster or a file; default TREEATTN_CLUSTER.")  # fmt: skip
+LAYOUT = click.option("--layout", callback=read(parse_layout), default="contiguous",
+                      metavar="|".join(LAYOUTS), help="Which tokens go to which rank.")  # fmt: skip
 REPEAT = click.option("--repeat", type=COUNT, default=10, help="Timed steps after the first one.")
-
-
-def layout_option(default: str = "contiguous") -> Callable[[Command], Command]:
-    """The option ``--layout``, whose value is a `treeattn.shards.Layout`."""
-    return click.option(
-        "--layout", callback=read(parse_layout), default=default, metavar="|".join(LAYOUTS),
-        help="Which tokens go to which rank.",
-    )  # fmt: skip
 
 
 def grouped(

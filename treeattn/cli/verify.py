@@ -33,7 +33,7 @@ from treeattn.token_tree.owners import OWNERS, draft_owners
 @click.option("--scheme", "schemes", metavar="S[,S..]",
               help="How partials are reduced over ranks; several, side by side. Default: by the nodes "
                    "of the job.")  # fmt: skip
-@options.layout_option()
+@options.LAYOUT
 @click.option("--owner", type=click.Choice(OWNERS),
               help="Which rank counts which draft; default: owners of FILE, else single.")  # fmt: skip
 @options.REPEAT

@@ -81,10 +81,10 @@ UNKNOWN = Estimate(*[math.nan] * 6)
 
 
 def estimates(
-    cluster: Cluster, costs: Sequence[Cost], base: int | None = None, drawn: Sequence[Sequence[float]] = ()
+    cluster: Cluster, costs: Sequence[Cost], drawn: Sequence[Sequence[float]] = ()
 ) -> list[Estimate]:
-    """Of what costs so much on the cluster. base: which one ratios are to, by default the fastest. drawn: of
-    each, the microseconds of `DRAWS` steps where these differ, draw by draw; their median counts."""
+    """Of what costs so much on the cluster; ratios are to the fastest. drawn: of each, the microseconds of
+    `DRAWS` steps where these differ, draw by draw; their median counts."""
     if not costs:
         return []
     found = np.log([max(one.time, _LEAST) for one in costs])
@@ -102,7 +102,7 @@ def estimates(
     reach = NormalDist().inv_cdf(0.975) if cluster.scatter is None else _T_10
     reach = _T_15 if drawn else reach  # standard deviations from the middle to an end
     of_times = np.exp(reach * np.sqrt(variances))
-    base = int(np.argmin(found)) if base is None else base
+    base = int(np.argmin(found))
     ratios = np.exp(found - found[base])
     apart = variances + variances[base] - 2 * covariance[base]
     of_ratios = np.exp(reach * np.sqrt(np.maximum(apart, 0)))

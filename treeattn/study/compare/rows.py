@@ -10,7 +10,7 @@ import os
 import secrets
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -81,28 +81,14 @@ class Key(msgspec.Struct, frozen=True):
         return text + (", on GPUs" if self.device == "cuda" else "")
 
 
-class Job(NamedTuple):
-    """What all rows of one run have. run: its name. commit: of treeattn. nodes: of each rank, in order, the
-    number of its node. environment: variables that change times. warning: why times mean less than they seem
-    to, such as ranks that share cores."""
-
-    run: str
-    started: str
-    treeattn: str | None
-    commit: str | None
-    mpi: str
-    processor: str
-    nodes: list[int]
-    hosts: str
-    environment: dict[str, str]
-    command: str
-    warning: str | None
-
-
 class Row(Key, frozen=True, kw_only=True):
     """One block of iterations of one scheme, or why it could not run (`error`).
 
-    The fields of `Job` and of `Key`. repetition: which block of the key it is. bytes: of a rank's records.
+    run: the job's name, which no other has. commit: of treeattn. nodes: of each rank, in order, the number of
+    its node. environment: variables that change times. warning: why times mean less than they seem to, such
+    as ranks that share cores.
+
+    repetition: which block of the key it is. bytes: of a rank's records.
     time_us: median over its iterations of the last exit minus the last entry, on one clock. algbw: bytes over
     that time; busbw: algbw times 2 (ranks - 1) / ranks, as nccl-tests has it for a reduction to all; None for
     whole steps. completion_us: last exit minus first entry. slowest_us, least_us, mean_us: of the ranks, each
@@ -186,7 +172,7 @@ class Row(Key, frozen=True, kw_only=True):
         return None
 
 
-def version(of: Row | Job) -> tuple[Any, ...]:
+def version(of: Row) -> tuple[Any, ...]:
     """What must be equal for rows to be combined: software, processors, how ranks lie on nodes, and what
     emulated these."""
     emulated = of.environment.get("TREEATTN_EMULATED")
