@@ -24,43 +24,35 @@ def emulated_cluster(*words: str, **options) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
 
 
-def test_defaults():
-    plan = parse(["--", "hostname", "--fqdn"])
-    assert plan.command == ("hostname", "--fqdn")
-    assert (plan.nodes, plan.ranks_per_node, plan.placement) == (4, (1,) * 4, "block")
-    uneven = parse(["--ranks-per-node", "3,1", "--", "true"])
-    assert (uneven.nodes, uneven.ranks_per_node) == (2, (3, 1))
-    assert launchers.host_files(uneven)["mpich_hosts"] == "node0:3\nnode1:1\n"
-    assert launchers.host_files(uneven)["openmpi_hosts"] == "node0 slots=3\nnode1 slots=1\n"
-    assert (plan.bandwidth, plan.delay, plan.yield_cores, plan.measure) == (10**9, 0, False, False)
-
-
-def test_a_command_keeps_its_own_separator():
-    assert parse(["--nodes", "2", "--", "env", "--", "true"]).command == ("env", "--", "true")
-
-
 @pytest.mark.parametrize(
-    ("text", "bits"),
-    [("100mbit", 10**8), ("2.5gbit", 25 * 10**8), ("1kbit", 1000), ("1000gbit", 10**12), ("none", None)],
+    ("words", "field", "value"),
+    [
+        ("", "nodes", 4),
+        ("", "ranks_per_node", (1,) * 4),
+        ("", "placement", "block"),
+        ("", "bandwidth", 10**9),
+        ("", "delay", 0),
+        ("--ranks-per-node 3,1", "nodes", 2),
+        ("--ranks-per-node 3,1", "ranks_per_node", (3, 1)),
+        ("--bandwidth 100mbit", "bandwidth", 10**8),  # bits a second
+        ("--bandwidth 2.5gbit", "bandwidth", 25 * 10**8),
+        ("--bandwidth 1kbit", "bandwidth", 1000),
+        ("--bandwidth none", "bandwidth", None),
+        ("--delay 0.1ms", "delay", 10**5),  # nanoseconds
+        ("--delay 1us", "delay", 1000),
+        ("--delay 10s", "delay", 10**10),
+        ("--traffic 30%", "traffic", (0.3, 1 << 16)),
+        ("--traffic 5%:512", "traffic", (0.05, 512)),
+        ("--traffic 50%:1Mi", "traffic", (0.5, 1 << 20)),
+        ("--noise 10us/1ms", "noise", (10.0, 1000.0)),
+    ],
 )
-def test_bandwidth_is_in_bits_per_second(text, bits):
-    assert parse(["--bandwidth", text, "--", "true"]).bandwidth == bits
-
-
-@pytest.mark.parametrize(
-    ("text", "nanoseconds"), [("0.1ms", 10**5), ("1us", 1000), ("10s", 10**10), ("0ms", 0)]
-)
-def test_delay_is_in_nanoseconds(text, nanoseconds):
-    assert parse(["--delay", text, "--", "true"]).delay == nanoseconds
-
-
-@pytest.mark.parametrize(
-    ("text", "parts"), [("30%", (0.3, 1 << 16)), ("5%:512", (0.05, 512)), ("50%:1Mi", (0.5, 1 << 20))]
-)
-def test_disturbances_are_read(text, parts):
-    plan = parse(["--traffic", text, "--noise", "10us/1ms", "--", "true"])
-    assert plan.traffic == parts
-    assert plan.noise == (10.0, 1000.0)
+def test_words_are_read(words, field, value):
+    plan = parse([*words.split(), "--", "env", "--", "true"])
+    assert getattr(plan, field) == value
+    assert plan.command == ("env", "--", "true")
+    assert not plan.yield_cores
+    assert not plan.measure
 
 
 @pytest.mark.parametrize(
@@ -134,16 +126,21 @@ def test_an_old_python_is_named_before_it_fails(monkeypatch, capsys):
     assert "needs Python 3.10" in capsys.readouterr().err
 
 
-def test_block_placement_fills_a_node_before_the_next():
-    files = launchers.host_files(parse(["--nodes", "2", "--ranks-per-node", "3", "--", "true"]))
-    assert files["mpich_hosts"] == "node0:3\nnode1:3\n"
-    assert files["openmpi_hosts"] == "node0 slots=3\nnode1 slots=3\n"
-
-
-def test_cyclic_placement_deals_ranks_out():
-    plan = parse(["--nodes", "2", "--ranks-per-node", "3", "--placement", "cyclic", "--", "true"])
-    assert launchers.host_files(plan)["mpich_hosts"] == "node0:1\nnode1:1\n"
-    assert launchers.environment(plan, "/files", {})["PRTE_MCA_rmaps_default_mapping_policy"] == "node"
+@pytest.mark.parametrize(
+    ("words", "mpich", "openmpi"),
+    [
+        ("--ranks-per-node 3,1", "node0:3\nnode1:1\n", "node0 slots=3\nnode1 slots=1\n"),
+        ("--nodes 2 --ranks-per-node 3", "node0:3\nnode1:3\n", "node0 slots=3\nnode1 slots=3\n"),
+        ("--nodes 2 --ranks-per-node 3 --placement cyclic", "node0:1\nnode1:1\n",
+         "node0 slots=3\nnode1 slots=3\n"),
+    ],
+)  # fmt: skip
+def test_host_files_place_ranks(words, mpich, openmpi):
+    plan = parse([*words.split(), "--", "true"])
+    files = launchers.host_files(plan)
+    assert (files["mpich_hosts"], files["openmpi_hosts"]) == (mpich, openmpi)
+    policy = launchers.environment(plan, "/files", {})["PRTE_MCA_rmaps_default_mapping_policy"]
+    assert policy == ("node" if plan.placement == "cyclic" else "slot")
 
 
 def test_environment_keeps_the_callers_tuning_but_not_the_callers_nodes():

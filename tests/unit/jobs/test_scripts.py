@@ -161,59 +161,45 @@ def test_a_dry_run_may_be_asked_for_anywhere(words, bench):
     assert list(bench.folder.iterdir()) == []
 
 
-def test_a_dry_run_away_from_the_cluster_takes_the_sizes_of_the_script(bench):
-    done = bench.run("decode.sbatch", "--dry-run", "two words.safetensors", TREEATTN_SITE="slurm")
+@pytest.mark.parametrize(
+    ("script", "words", "environment", "shown"),
+    [
+        ("smoke", (), {"TREEATTN_SITE": "local"}, "mpiexec -n 4"),
+        ("smoke", (), {"TREEATTN_SITE": "slurm"}, "srun "),
+        # Away from the cluster it takes the sizes of the script.
+        ("decode", ("two words.safetensors",), {"TREEATTN_SITE": "slurm"},
+         "--nodes=2 --ntasks=16 treeattn decode two\\ words.safetensors --check"),
+        ("smoke", (), {**JOB, "SLURM_CPUS_PER_TASK": "3"}, "--ntasks=2 --cpus-per-task=3 treeattn doctor"),
+        ("smoke", (), {**JOB, "SLURM_TASKS_PER_NODE": "3"}, "--ntasks=3 "),
+        ("smoke", (), {**JOB, "SLURM_TASKS_PER_NODE": "2(x3),1"}, "--ntasks=7 "),
+        ("smoke", (), {**JOB, "SLURM_TASKS_PER_NODE": "1,16(x2),4"}, "--ntasks=37 "),
+        # Ranks fill nodes before others are used.
+        ("scale_ranks", ("4,6",), {**JOB, "SLURM_TASKS_PER_NODE": "4(x4)", "SLURM_JOB_NUM_NODES": "4",
+                                   "SLURM_ARRAY_TASK_ID": "1"}, "--nodes=2 --ntasks=6 "),
+    ],
+)  # fmt: skip
+def test_a_launcher_is_given_what_job_and_site_say(script, words, environment, shown, bench):
+    done = bench.run(f"{script}.sbatch", "--dry-run", *words, **environment)
     assert done.returncode == 0, done.stderr
-    assert "--nodes=2 --ntasks=16 treeattn decode two\\ words.safetensors --check" in done.stdout
-
-
-@pytest.mark.parametrize("site", sorted(path.stem for path in (JOBS / "sites").glob("[a-z]*.sh")))
-def test_every_site_chooses_a_launcher(site, bench):
-    done = bench.run("smoke.sbatch", "--dry-run", TREEATTN_SITE=site)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith({"local": "mpiexec -n 4", "slurm": "srun "}[site])
-
-
-def test_a_site_adds_its_options(bench):
-    jobs = shutil.copytree(JOBS, bench.folder / "jobs")
-    (jobs / "sites/mine.sh").write_text("LAUNCHER=srun\nLAUNCH_OPTIONS=(--mpi=pmix '--comment=a b')\n")
-    done = bench.run(jobs / "smoke.sbatch", "--dry-run", TREEATTN_SITE="mine")
-    assert "--ntasks=4 --mpi=pmix --comment=a\\ b treeattn doctor" in done.stdout
-
-
-def test_the_example_is_a_site(bench):
-    """Away from a job too, where its modules are not loaded."""
-    jobs = shutil.copytree(JOBS, bench.folder / "jobs")
-    shutil.copy(jobs / "sites/EXAMPLE.sh", jobs / "sites/mine.sh")
-    done = bench.run(jobs / "smoke.sbatch", "--dry-run", TREEATTN_SITE="mine")
-    assert done.returncode == 0, done.stderr
-    assert "--ntasks=4 --mpi=pmix --cpu-bind=cores treeattn doctor" in done.stdout
-
-
-def test_what_a_site_loads_may_use_what_is_not_set(bench):
-    jobs = shutil.copytree(JOBS, bench.folder / "jobs")
-    (jobs / "sites/mine.sh").write_text("OLD=$NOT_SET_BEFORE\nLAUNCHER=mpirun\n")
-    done = bench.run(jobs / "smoke.sbatch", "--dry-run", TREEATTN_SITE="mine")
-    assert done.returncode == 0, done.stderr
-
-
-def test_srun_is_told_of_the_processors_of_a_rank(bench):
-    done = bench.run("smoke.sbatch", "--dry-run", **JOB, SLURM_CPUS_PER_TASK="3")
-    assert "--ntasks=2 --cpus-per-task=3 treeattn doctor" in done.stdout
+    assert shown in done.stdout
 
 
 @pytest.mark.parametrize(
-    ("tasks", "ranks"), [("3", 3), ("2(x3)", 6), ("2(x3),1", 7), ("1,16(x2),4", 37)]
+    ("site", "shown"),
+    [
+        ("LAUNCHER=srun\nLAUNCH_OPTIONS=(--mpi=pmix '--comment=a b')\n",
+         "--ntasks=4 --mpi=pmix --comment=a\\ b treeattn doctor"),
+        ("OLD=$NOT_SET_BEFORE\nLAUNCHER=mpirun\n", "mpiexec -n 4"),  # what it loads may use what is not set
+        # Away from a job too, where its modules are not loaded.
+        ((JOBS / "sites/EXAMPLE.sh").read_text(), "--ntasks=4 --mpi=pmix --cpu-bind=cores treeattn doctor"),
+    ],
 )  # fmt: skip
-def test_ranks_are_what_slurm_gave(tasks, ranks, bench):
-    done = bench.run("smoke.sbatch", "--dry-run", **{**JOB, "SLURM_TASKS_PER_NODE": tasks})
-    assert f"--ntasks={ranks} " in done.stdout
-
-
-def test_ranks_fill_nodes_before_others_are_used(bench):
-    job = {**JOB, "SLURM_TASKS_PER_NODE": "4(x4)", "SLURM_JOB_NUM_NODES": "4", "SLURM_ARRAY_TASK_ID": "1"}
-    done = bench.run("scale_ranks.sbatch", "--dry-run", "4,6", **job)
-    assert "--nodes=2 --ntasks=6 " in done.stdout
+def test_a_site_of_ones_own(site, shown, bench):
+    jobs = shutil.copytree(JOBS, bench.folder / "jobs")
+    (jobs / "sites/mine.sh").write_text(site)
+    done = bench.run(jobs / "smoke.sbatch", "--dry-run", TREEATTN_SITE="mine")
+    assert done.returncode == 0, done.stderr
+    assert shown in done.stdout
 
 
 @pytest.mark.parametrize(
