@@ -66,7 +66,14 @@ class TorchCommunicator:
 
     @classmethod
     def of(cls, group: ProcessGroup) -> TorchCommunicator:
-        """The watched form of a group. Collective for the first time."""
+        """The watched form of a group. Collective for the first time. Raises `StateError` for one that torch
+        knows no more."""
+        try:
+            dist.get_rank(group)
+        except ValueError:
+            raise StateError(
+                "comm is a process group that was destroyed: make one with torch.distributed.new_group"
+            ) from None
         known = _groups.get(group)
         if known is not None:
             return cls(group, known)

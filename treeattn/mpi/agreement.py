@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator
@@ -55,28 +55,20 @@ class Agreement:
         self.gathered = [shared for _, _, shared in views]
 
 
-class _Statement(NamedTuple):
-    """What a rank says at one point of a call."""
-
-    call: str
-    what: tuple[Any, ...]
-
-
 def exchange(comm: Communicator, call: str, *mine: Any, during: str = DURING) -> list[tuple[Any, ...]]:
     """What every rank says at this point of a call, by rank. Collective.
 
     during: the wait for it, as an error names it. Raises `StateError` where a rank is at another call.
     """
     with watchdog.Activity(during):
-        said: list[_Statement] = comm.allgather(_Statement(call, mine))
-    for rank, statement in enumerate(said):
-        if not isinstance(statement, _Statement) or statement.call != call:
-            known = getattr(statement, "call", "")
+        said = comm.allgather((call, *mine))
+    for rank, other in enumerate(one[0] if isinstance(one, tuple) else None for one in said):
+        if other != call:
             raise StateError(
-                f"rank {rank} is at another call{known and ': '}{known}; this is rank {comm.rank}"
+                f"rank {rank} is at another call{f': {other}' if other else ''}; this is rank {comm.rank}"
                 f"{call and ', at '}{call}: all ranks make the same calls in the same order"
             )
-    return [statement.what for statement in said]
+    return [one[1:] for one in said]
 
 
 def portable(error: Exception) -> TreeattnError:

@@ -12,7 +12,6 @@ from treeattn.mpi import forked, launch, library
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
-    from torch.distributed import ProcessGroup
 
     from treeattn.collectives.runtime.torch_communicator import TorchCommunicator
 
@@ -45,7 +44,6 @@ def intracomm(comm: object) -> Communicator:
             comm = distributed.group.WORLD
         if isinstance(comm, distributed.ProcessGroup):
             _check_fork("torch")
-            _check_group(comm)
             return _of_torch().of(comm)
         if isinstance(comm, _of_torch()):
             _check_fork("torch")
@@ -57,9 +55,7 @@ def intracomm(comm: object) -> Communicator:
     if null or (distributed and isinstance(comm, int) and comm == distributed.GroupMember.NON_GROUP_MEMBER):
         raise ArgumentError("this rank is no member of the group that comm is: its members alone call")
     if type(comm).__name__ == "DeviceMesh":
-        raise ArgumentError(
-            "comm is a DeviceMesh, which has a group for each dimension: pass one, such as mesh.get_group(0)"
-        )
+        raise ArgumentError("comm is a DeviceMesh: pass the group of a dimension, such as mesh.get_group(0)")
     if mpi is None or not isinstance(comm, mpi.Intracomm):
         raise ArgumentError(
             "comm must be an intracommunicator of mpi4py, such as MPI.COMM_WORLD, or a process group of "
@@ -75,16 +71,6 @@ def mpi_intracomm(comm: object, what: str) -> MpiCommunicator:
         raise ArgumentError(f"{what} takes a communicator of mpi4py: start the job with mpiexec")
     mpi: MpiCommunicator = found
     return mpi
-
-
-def _check_group(group: ProcessGroup) -> None:
-    """Raise `StateError` for one that torch knows no more."""
-    try:
-        sys.modules["torch.distributed"].get_rank(group)
-    except ValueError:
-        raise StateError(
-            "comm is a process group that was destroyed: make one with torch.distributed.new_group"
-        ) from None
 
 
 def _check_fork(library: str) -> None:
