@@ -72,15 +72,6 @@ class SharingError(TransportError):
 ANOTHER_PROCESS = "another process's: no communicator outlives a fork, so start workers by spawn instead"
 
 
-def no_communicator(error: Any) -> BackendError:
-    """What to raise for an exception of MPI that says that there are no more communicators."""
-    reason = error.Get_error_string().splitlines()[-1].strip()
-    return BackendError(
-        f"MPI gives no communicator ({reason}): decoders and reducers keep one each until close() or the "
-        "end of their with statement; for good where an exception ended that"
-    )
-
-
 def one_line(message: str) -> str:
     """Whatever it quotes of an input: control characters are escaped, a long one is cut in its middle."""
     if not message.isprintable():

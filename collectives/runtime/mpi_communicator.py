@@ -26,7 +26,7 @@ from treeattn.collectives.runtime import communicator, watchdog
 from treeattn.collectives.runtime.communicator import Member
 from treeattn.collectives.runtime.memory import Array, Message, Requests
 from treeattn.collectives.runtime.reducer import owner_of_communicator
-from treeattn.errors import PeerError, no_communicator
+from treeattn.errors import BackendError, PeerError
 
 # Calls that return without the other ranks. Whatever else a communicator has, or comes to have, is watched.
 _LOCAL = re.compile(
@@ -36,6 +36,15 @@ _LOCAL = re.compile(
 
 
 _turns = threading.RLock()
+
+
+def _no_communicator(error: Any) -> BackendError:
+    """What to raise for an exception of MPI that says that there are no more communicators."""
+    reason = error.Get_error_string().splitlines()[-1].strip()
+    return BackendError(
+        f"MPI gives no communicator ({reason}): decoders and reducers keep one each until close() or the "
+        "end of their with statement; for good where an exception ended that"
+    )
 
 
 class MpiCommunicator(MPI.Intracomm):
@@ -84,7 +93,7 @@ class MpiCommunicator(MPI.Intracomm):
         try:
             made: Any = self.Dup()
         except MPI.Exception as error:
-            raise no_communicator(error) from error
+            raise _no_communicator(error) from error
         return made  # type: ignore[no-any-return]
 
     def free(self) -> None:
@@ -127,7 +136,7 @@ class MpiCommunicator(MPI.Intracomm):
             try:
                 shared: Any = self.Split_type(MPI.COMM_TYPE_SHARED, key=self.rank)
             except MPI.Exception as error:
-                raise no_communicator(error) from error
+                raise _no_communicator(error) from error
             here = Member.here(own, shared.bcast(own))
             shared.Free()
             return tuple(self.allgather(here))
