@@ -2,8 +2,8 @@
 
 Every scheme by every executor ("slots", "program", "mpi"), 16 heads x 128, interleaved in one run with
 MPI_Allreduce(SUM) of the same bytes. Ratios to it are what to read: of medians, and of the best blocks,
-which other work on the machine disturbs least. Beside them the library with the merge as its operator, three
-separate allreduces, and recursive_doubling without merges: the messages alone.
+which other work on the machine disturbs least. Beside them the library with the merge as its operator, and
+three separate allreduces.
 
 Goals of recursive_doubling: with "slots" at most 0.35 on 2 ranks whose cores share a cache, 0.65 where they
 do not, 0.4 on 4 and 8 ranks that share 2 cores; with "program" 1.2 on 2 ranks (Open MPI: 1.0). Of binary_tree
@@ -23,7 +23,7 @@ import numpy as np
 from mpi4py import MPI
 
 from treeattn import RestrictionError, collectives
-from treeattn.backends.cpu import MergeOperator, NullOperator
+from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives.executors import compiled, interpreter, slots
 from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
 from treeattn.collectives.runtime.reducer import ReductionSpec
@@ -65,15 +65,10 @@ def cases(world, heads: int, head_dim: int, schemes: list[str]) -> dict[Case, Ca
     }
     made = libraries(world, records)
     for executor, reducer in executors.items():
-
-        def planned(scheme, operator, reducer=reducer):
-            schedule = collectives.build(scheme, world.size)
-            return reducer(ReductionSpec(world, operator(head_dim), records.copy()), schedule)
-
-        made["recursive_doubling without merges", executor] = planned("recursive_doubling", NullOperator)
         for scheme in schemes:
+            spec = ReductionSpec(world, MergeOperator(head_dim), records.copy())
             try:
-                made[scheme, executor] = planned(scheme, MergeOperator)
+                made[scheme, executor] = reducer(spec, collectives.build(scheme, world.size))
             except RestrictionError as error:
                 if world.rank == 0:
                     print(f"not measured: {error}")

@@ -80,30 +80,22 @@ class BufferProgram:
             for chunk in self._nothing.promised(rank):
                 own_room = result == "scattered" and not self._in_place
                 cell = Cell(rank, "i" if self._in_place else "o", 0 if own_room else chunk)
-                held, newest = self._held(cell), self._rounds.version(rank, chunk)
+                held, newest = self._settled(self._content(cell)), self._rounds.version(rank, chunk)
                 if held != (chunk, newest):
                     self._refuse(f"lacks the result of chunk {chunk} in {cell}")
         return self._rounds.schedule(name, size, chunks, result)
 
     def _write(self, target: Cell, sources: tuple[Cell, ...]) -> None:
         rank = self._operations[self._now].rank
-        contents = [self._fetch(rank, source) for source in sources]
+        contents = [self._content(source) for source in sources]
         content = contents[0] if len(contents) == 1 else self._sum(rank, contents)
         if target.rank != rank:
-            content = self._send(rank, target.rank, self._settled(content))
+            held = self._settled(content)
+            content = self._rounds.send(rank, target.rank, held.chunk, held.version, self._now)
         for other in (*self._read.pop(target, ()), self._written.get(target, self._now)):
             self._check_order(other, target)
         self._written[target] = self._now
         self._contents[target] = content
-
-    def _fetch(self, rank: int, source: Cell) -> _Content:
-        """What `rank` reads there: of another rank's cell, a message."""
-        if rank == source.rank:
-            return self._content(source)
-        return self._send(source.rank, rank, self._held(source))
-
-    def _send(self, src: int, dst: int, held: _Held) -> Message:
-        return self._rounds.send(src, dst, held.chunk, held.version, self._now)
 
     def _sum(self, rank: int, contents: list[_Content]) -> _Held:
         """Merge all messages into what the rank holds; without that, the first message takes its place."""
@@ -135,9 +127,6 @@ class BufferProgram:
                 self._refuse(f"uses what reached {cell} after it was added already")
             return taken
         return content
-
-    def _held(self, cell: Cell) -> _Held:
-        return self._settled(self._content(cell))
 
     def _settled(self, content: _Content) -> _Held:
         """A message that is passed on, or the result, takes the place of what its receiver held."""

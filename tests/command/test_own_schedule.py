@@ -72,7 +72,7 @@ def test_a_file_is_drawn_and_exported(star, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "written"),
-    [("ring.xml", plans.msccl_ring), ("line.goal", plans.goal_line), ("line.json", plans.mscclpp_line)],
+    [("ring.xml", plans.msccl_ring), ("line.goal", plans.goal_line)],
 )
 def test_what_others_wrote_is_drawn_simulated_and_refused_if_damaged(tmp_path, name, written):
     path = tmp_path / name
@@ -91,6 +91,7 @@ def test_a_damaged_file_is_named_in_one_line(tmp_path):
     twice = Schedule("twice", 2, 1, ((Transfer(1, 0),),) * 2)
     for content, message in (
         ("[1]", "not the JSON of a schedule"),
+        ('{"name": "x", "gpus": []}', "plan of MSCCL++ is not read: give the algorithm as XML of MSCCL"),
         ("[" * 100_000, "not the JSON of a schedule"),
         (Schedule("\x1b[31m", 1, 1, ()).to_json(), "at most 100 printable characters"),
         (twice.to_json(), "counts rank"),

@@ -174,10 +174,7 @@ def _head(data: bytes, draw: random.Random) -> bytes:
 
 def _schedules(_: Path) -> list[bytes]:
     made = [build(name, 4).to_json() for name in ("ring", "binary_tree", "head_scatter")]
-    return [
-        text.encode()
-        for text in (*made, plans.mscclpp_line(3), json.dumps({"schedule": json.loads(made[0])}))
-    ]
+    return [text.encode() for text in (*made, json.dumps({"schedule": json.loads(made[0])}))]
 
 
 INPUTS = {

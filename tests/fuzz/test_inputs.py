@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import struct
 import warnings
 import zipfile
@@ -18,7 +17,6 @@ from tests.fuzz.inputs import INPUTS
 from tests.fuzz.limits import limited_memory, limited_time
 from tests.fuzz.mutations import mutant
 from tests.fuzz.settings import fuzzed
-from tests.support import plans
 from treeattn.errors import TreeattnError
 from treeattn.files import save_tensors
 
@@ -41,13 +39,6 @@ def assert_read_or_refused(read, path: Path) -> None:
 
 def _header(text: str) -> bytes:
     return struct.pack("<Q", len(text)) + text.encode()
-
-
-def _mscclpp(operation: str) -> str:
-    """A plan with that operation."""
-    plan = json.loads(plans.mscclpp_line(3))
-    plan["gpus"][0]["threadblocks"][0]["ops"][0]["name"] = operation
-    return json.dumps(plan)
 
 
 def _zip(**members: str) -> bytes:
@@ -85,8 +76,6 @@ FOUND = [
     ("safetensors", _header('{"k": {"dtype": "U8", "shape": [%s0], "data_offsets": [0, 0]}}' % ("1, " * 99))),
     ("cluster", f"{'x' * 5000} = 1"),
     ("saved_cache", f'{{"{LONG}": 1}}'),
-    ("schedule", _mscclpp(LONG)),
-    ("schedule", _mscclpp("a\nb")),
     ("npz", _zip(beams="no array")),
     ("line", f"schedule chain --ranks 2 {LONG}"),
     ("gguf", _gguf(2**60, kind=4)),

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 # One step of MSCCL's XML: type, source and destination ("s3": scratch, chunk 3), who it waits for ("2.1":
 # step 1 of thread block 2; or nobody).
 Step = tuple[str, str, str, str]
@@ -71,56 +68,3 @@ def goal_line(size: int) -> str:
             text += f"l{number}: {operation}\n" + (f"l{number} requires l{number - 1}\n" if waits else "")
         text += "}\n"
     return text
-
-
-def mscclpp_line(size: int) -> str:
-    """The same line as an execution plan: into the neighbour's scratch, a sum, and back into its input."""
-
-    def buffer(kind: str) -> dict[str, Any]:
-        return {"type": kind, "index": 0, "size": 1}
-
-    gpus = []
-    for rank in range(size):
-        peers = [peer for peer in (rank - 1, rank + 1) if 0 <= peer < size]
-        memory = {"channel_type": "memory"}
-
-        def put(peer: int, kind: int, peers: list[int] = peers) -> list[dict[str, Any]]:
-            at = {"channel_ids": [peers.index(peer)], "channel_type": "memory"}
-            to = {"buffer_id": 2 * peers.index(peer) + kind, "index": 0, "size": 1}
-            move = {"name": "put", "src_buff": [buffer("i")], "dst_buff": [to], "channel_type": "memory"}
-            return [move, {"name": "nop"}, {"name": "signal"} | at]
-
-        def wait(peer: int, peers: list[int] = peers) -> list[dict[str, Any]]:
-            at = {"channel_ids": [peers.index(peer)], "channel_type": "memory"}
-            return [{"name": "wait"} | at, {"name": "nop"}]
-
-        parts = []
-        if rank + 1 < size:
-            both = [buffer("i"), buffer("s")]
-            parts.append([*wait(rank + 1), {"name": "re", "src_buff": both, "dst_buff": [buffer("i")]}])
-        if rank:
-            parts += [put(rank - 1, 0), wait(rank - 1)[: 1 if rank + 1 == size else 2]]
-        if rank + 1 < size:
-            parts.append(put(rank + 1, 1))
-        ops: list[dict[str, Any]] = []
-        for part in parts:
-            ordered = not ops or ops[-1]["name"] == "nop" or part[0]["name"] == "wait"
-            ops += part if ordered else [{"name": "nop"}, *part]
-        gpus.append({
-            "id": rank, "input_chunks": 1, "output_chunks": 1, "scratch_chunks": 1,
-            "channels": [memory | {"connected_to": peers}],
-            "remote_buffers": [
-                {"rank": peer, "type": kind, "access_channel_types": ["memory"]}
-                for peer in peers
-                for kind in "si"
-            ],
-            "threadblocks": [{
-                "id": 0, "ops": ops, "channels": [memory | {"channel_ids": [*range(len(peers))]}],
-                "remote_buffer_refs": [
-                    {"access_channel_type": "memory", "remote_buffer_ids": [*range(2 * len(peers))]}
-                ],
-            }],
-        })  # fmt: skip
-    return json.dumps(
-        {"name": "line", "collective": "allreduce", "protocol": "Simple", "inplace": True, "gpus": gpus}
-    )

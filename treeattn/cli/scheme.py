@@ -39,7 +39,7 @@ def build(scheme: str, ranks: int, nodes: Sequence[int] | Sequence[Sequence[int]
 
 
 def from_file(path: str | Path, ranks: int | None = None, said: str = "this job has") -> Schedule:
-    """Read the schedule of a file: JSON of ``treeattn schedule`` or MSCCL++, XML of MSCCL, or GOAL.
+    """Read the schedule of a file: JSON of ``treeattn schedule``, XML of MSCCL, or GOAL.
 
     ranks: how many it has to be for, and which source `said` so. Its name gets a digest of what it does, by
     which results tell schedules of one name apart. Raises `ArgumentError` for a file that cannot be read or
@@ -67,7 +67,7 @@ def from_file(path: str | Path, ranks: int | None = None, said: str = "this job 
 
 def _read(path: Path) -> Schedule:
     """Read a file of any format. The foreign ones are loaded for who names such a file."""
-    from treeattn.collectives.formats import goal, msccl, mscclpp
+    from treeattn.collectives.formats import goal, msccl
 
     text = path.read_text(encoding="utf-8")
     if path.suffix != ".json":
@@ -77,7 +77,7 @@ def _read(path: Path) -> Schedule:
     except (ValueError, RecursionError) as error:
         raise ScheduleError(f"not the JSON of a schedule: {error}") from None
     if isinstance(data, dict) and "gpus" in data:
-        return mscclpp.read(data)
+        raise ScheduleError("an execution plan of MSCCL++ is not read: give the algorithm as XML of MSCCL")
     return Schedule.from_json(
         json.dumps(data["schedule"]) if isinstance(data, dict) and "schedule" in data else text
     )

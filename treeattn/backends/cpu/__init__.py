@@ -16,7 +16,6 @@ from treeattn.backends.cpu.device import PlannedStep
 from treeattn.backends.cpu.multiply_rows import PlannedProduct
 from treeattn.backends.cpu.records import (
     MergeOperator,
-    NullOperator,
     planned_finish,
     planned_pack,
     planned_scale,
@@ -27,7 +26,6 @@ __all__ = [
     "ORDERS",
     "BinsOperator",
     "MergeOperator",
-    "NullOperator",
     "PlannedAttention",
     "PlannedProduct",
     "PlannedStep",

@@ -145,18 +145,6 @@ class MergeOperator:
         return compiled
 
 
-class NullOperator(MergeOperator):
-    """Merges nothing: what a reduction then costs is the executor and the messages."""
-
-    def planned_merge(self, into: Array, other: Array) -> Callable[[], object]:
-        return tuple
-
-    def native_code(self) -> NativeCode:
-        """The same in C. Raises as that of `MergeOperator` does."""
-        compiled = compile.loaded()[0]
-        return super().native_code()._replace(merge=code_address(compiled and compiled.merge_nothing))
-
-
 def planned_finish(records: Array, out: Array, lse: Array) -> Callable[[], object]:
     """A call that turns records [batch, heads, queries, head_dim + 2], or those of `treeattn.bins`, into out
     [batch, queries, heads, head_dim] and lse [batch, heads, queries], as `treeattn.partial.finish` does, to
