@@ -24,7 +24,7 @@ from mpi4py import MPI
 
 from treeattn import RestrictionError, collectives
 from treeattn.backends.cpu import MergeOperator
-from treeattn.collectives.executors import compiled, interpreter, slots
+from treeattn.collectives.executors import compiled, interpreter
 from treeattn.collectives.libraries.mpi_allreduce import MpiAllreduce
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.mpi import communicators
@@ -59,7 +59,7 @@ def cases(world, heads: int, head_dim: int, schemes: list[str]) -> dict[Case, Ca
     records = np.random.default_rng(world.rank).random((heads, head_dim + 2), np.float32) + 1
     nodes, oversubscribed = communicators.node_groups(world), communicators.oversubscribed(world)
     executors = {
-        "slots": lambda *what: slots.plan(*what, nodes=nodes, oversubscribed=oversubscribed),
+        "slots": lambda *what: compiled.plan(*what, nodes=nodes, oversubscribed=oversubscribed),
         "program": lambda *what: compiled.plan(*what, oversubscribed=oversubscribed),
         "mpi": interpreter.Reducer,
     }

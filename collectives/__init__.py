@@ -10,7 +10,7 @@ if __name__ != "treeattn.collectives":
     # `except ScheduleError` would silently stop catching.
     raise ImportError(f"this package is imported as treeattn.collectives, not as {__name__}")
 
-from treeattn.collectives.catalog import build, names, needs_nodes, parse
+from treeattn.collectives.catalog import build, names, needs_nodes
 from treeattn.collectives.check import Certificate, Fold, Proof, check, prove
 from treeattn.collectives.combinators import (
     on_chunks,
@@ -35,7 +35,6 @@ __all__ = [
     "needs_nodes",
     "on_chunks",
     "on_ranks",
-    "parse",
     "prove",
     "reversed_as_copies",
     "side_by_side",

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 DEVICES = {"mpi": "cpu", "nccl": "cuda", "peer": "cuda", "cuda-mpi": "cuda", "host": "cuda"}
 #: Runners of a schedule, as `Reducer.executor` and cluster files name them: on the host, and on GPUs.
 EXECUTORS = ("slots", "program", "mpi", "nccl", "peer", "peer_nccl")
-# Transport from GPUs -> who runs schedules over it.
-_OVER = {"nccl": "nccl", "peer": "peer", "cuda-mpi": "mpi", "host": "mpi"}
+#: Transport from GPUs -> who runs schedules over it; from the host a cluster has a choice of its own.
+EXECUTOR_OVER = {"nccl": "nccl", "peer": "peer", "cuda-mpi": "mpi", "host": "mpi"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,20 +122,28 @@ class Selection(NamedTuple):
         return None if self.own is None else hashlib.sha256(self.own.to_json().encode()).hexdigest()[:16]
 
     def build(self, size: int, nodes: object = None, result: Result = "replicated") -> Schedule:
-        """Its schedule over `size` ranks; `nodes` where it `needs_nodes`; `result` as of `build` below, which
-        raises the same."""
+        """Its schedule over `size` ranks. nodes: what a scheme that `needs_nodes` is shaped by, sizes or
+        ranks of each. Other arguments and errors are those of `build` below."""
         if self.own is not None:
             return with_result(self.own, result)
-        given = dict(self.given)
-        if nodes is not None:
-            given["nodes"] = _read(self.row, "nodes", nodes)
-        return with_result(_build(self.row, given, size), result)
-
-
-def executor_over(transport: str, executor: str | None = None) -> str | None:
-    """Who runs a schedule over a transport, as ``transport=`` and ``executor=`` take them; None: a cluster's
-    own choice for the host."""
-    return _OVER.get(transport, executor)
+        row, chosen = self.row, self.parameters
+        if self.needs_nodes and nodes is not None:
+            chosen["nodes"] = _read(row, "nodes", nodes)
+        if row.generator is None:
+            known = ", ".join(names("schedule"))
+            raise ScheduleError(
+                f"{row.name} is a reducer of a library and has no schedule; schedules: {known}"
+            )
+        if not isinstance(size, int) or size < 1:
+            raise ScheduleError(
+                f"{row.name}: size={size!r} is not a number of ranks: it must be an integer from 1 up"
+            )
+        if size > parameters.RANK_LIMIT:
+            raise RestrictionError(
+                f"{row.name}: {size} ranks are more than the {parameters.RANK_LIMIT} of a plan"
+            )
+        arguments = {p.name: _argument(row, p, chosen[p.name], size) for p in row.parameters}
+        return with_result(replace(row.generator(size, **arguments), name=_spell(row, chosen)), result)
 
 
 _RADIX = Parameter("radix", "integer", 2, "branches of the tree", low=2)
@@ -251,59 +259,44 @@ def names(kind: Literal["schedule", "library"] | None = None) -> list[str]:
     return [row.name for row in CATALOG.values() if kind in (None, row.kind)]
 
 
-def find(name: str, catalog: Mapping[str, Scheme] = CATALOG) -> Scheme:
-    """The row of a bare name or alias. Raises `ScheduleError` that lists the names."""
-    for row in catalog.values():
-        if name == row.name or name in row.aliases:
-            return row
-    aliases = [alias for row in catalog.values() for alias in row.aliases]
-    raise ScheduleError(f"there is no scheme {name!r:.80}; {_meant(name, list(catalog), aliases)}")
-
-
-def parse(text: str, catalog: Mapping[str, Scheme] = CATALOG) -> tuple[str, dict[str, Value]]:
-    """``"k_nomial_tree:radix=4"`` -> ``("k_nomial_tree", {"radix": 4})``: only what the text gives.
-
-    Inner schemes come out in their one spelling. The name is looked for in `catalog`. Raises `ScheduleError`
-    for an unknown name or parameter, a bad value, or parentheses that do not match; the message names the
-    remedy.
-
-    >>> collectives.parse("k_nomial_tree:radix=4")
-    ('k_nomial_tree', {'radix': 4})
-    """
-    if not isinstance(text, str):
-        raise ScheduleError(f"{text!r} is not the name of a scheme; {_meant('', list(catalog))}")
-    if not text.strip().isprintable():
-        raise ScheduleError(f"{text!r:.80} is not the name of a scheme, which is one line of text")
-    name, *assignments = parameters.split(text)
-    row = find(name.strip(), catalog)
-    given: dict[str, Value] = {}
-    for assignment in assignments:
-        key, equals, value = assignment.partition("=")
-        if not equals:
-            raise ScheduleError(f"{text!r:.80}: {assignment!r:.80} is not of the form key=value")
-        if key.strip() in given:
-            raise ScheduleError(f"{text!r:.80} gives {key.strip()} twice")
-        given[key.strip()] = _read(row, key.strip(), value)
-    return row.name, given
-
-
 def select(scheme: str | Schedule, catalog: Mapping[str, Scheme] = CATALOG) -> Selection:
-    """What `scheme` asks for: a scheme string, or a schedule of one's own. Raises as `parse` does."""
+    """What `scheme` asks for: a scheme string, read by `catalog`, or a schedule of one's own.
+
+    Raises `ScheduleError` for an unknown name or parameter, a bad value, or parentheses that do not match;
+    the message names the remedy.
+    """
     if isinstance(scheme, Schedule):
         scheme.check_types()
-        row = Scheme(scheme.name, result=scheme.result)
-        return Selection(row, (), scheme.name, scheme)
-    name, given = parse(scheme, catalog)
-    return Selection(catalog[name], tuple(given.items()), _spell(catalog[name], given))
+        return Selection(Scheme(scheme.name, result=scheme.result), (), scheme.name, scheme)
+    if not isinstance(scheme, str):
+        raise ScheduleError(f"{scheme!r} is not the name of a scheme; {_meant('', list(catalog))}")
+    if not scheme.strip().isprintable():
+        raise ScheduleError(f"{scheme!r:.80} is not the name of a scheme, which is one line of text")
+    name, *assignments = parameters.split(scheme)
+    row = next((row for row in catalog.values() if name.strip() in (row.name, *row.aliases)), None)
+    if row is None:
+        aliases = [alias for row in catalog.values() for alias in row.aliases]
+        raise ScheduleError(
+            f"there is no scheme {name.strip()!r:.80}; {_meant(name, list(catalog), aliases)}"
+        )
+    given: dict[str, Value] = {}
+    for assignment in assignments:
+        key, equals, value = map(str.strip, assignment.partition("="))
+        if not equals:
+            raise ScheduleError(f"{scheme!r:.80}: {assignment!r:.80} is not of the form key=value")
+        if key in given:
+            raise ScheduleError(f"{scheme!r:.80} gives {key} twice")
+        given[key] = _read(row, key, value)
+    return Selection(row, tuple(given.items()), _spell(row, given))
 
 
-def needs_nodes(text: str) -> bool:
-    """Whether the scheme is shaped by node groups that `text` does not give.
+def needs_nodes(scheme: str) -> bool:
+    """Whether the scheme is shaped by node groups that the string does not give.
 
     >>> collectives.needs_nodes("hierarchical"), collectives.needs_nodes("binary_tree")
     (True, False)
     """
-    return select(text).needs_nodes
+    return select(scheme).needs_nodes
 
 
 def build(scheme: str, size: int, *, result: Result = "replicated", **params: object) -> Schedule:
@@ -319,15 +312,14 @@ def build(scheme: str, size: int, *, result: Result = "replicated", **params: ob
     >>> [[transfer.arrow for transfer in one] for one in schedule.rounds]
     [['3->1', '4->1'], ['1->0', '2->0'], ['0=>1', '0=>2'], ['1=>3', '1=>4']]
     """
-    name, given = parse(scheme)
-    row = find(name)
+    asked = select(scheme)
+    given = dict(asked.given)
     for key, value in params.items():
-        if value is None:
-            continue
-        if key in given:
+        if value is not None and key in given:
             raise ScheduleError(f"{key} is given twice: in {scheme!r} and as an argument")
-        given[key] = _read(row, key, value)
-    return with_result(_build(row, given, size), result)
+        if value is not None:
+            given[key] = _read(asked.row, key, value)
+    return asked._replace(given=tuple(given.items())).build(size, result=result)
 
 
 def with_result(schedule: Schedule, result: Result) -> Schedule:
@@ -335,37 +327,26 @@ def with_result(schedule: Schedule, result: Result) -> Schedule:
     return to_root(schedule) if result == "root" != schedule.result else schedule
 
 
-def _build(row: Scheme, given: Mapping[str, Value], size: int) -> Schedule:
-    name = row.name
-    if row.generator is None:
-        raise ScheduleError(
-            f"{name} is a reducer of a library and has no schedule; schedules: {', '.join(names('schedule'))}"
-        )
-    if isinstance(size, int) and size > parameters.RANK_LIMIT:
-        raise RestrictionError(f"{name}: {size} ranks are more than the {parameters.RANK_LIMIT} of a plan")
-    if not isinstance(size, int) or size < 1:
-        raise ScheduleError(
-            f"{name}: size={size!r} is not a number of ranks: it must be an integer from 1 up"
-        )
-    arguments = {p.name: _argument(row, p, given.get(p.name, p.default), size) for p in row.parameters}
-    return replace(row.generator(size, **arguments), name=_spell(row, given))
-
-
 def _read(row: Scheme, key: str, value: object) -> Value:
+    """The value of a parameter in its one form, checked."""
     parameter = row.parameter(key)
     if parameter is None:
-        raise ScheduleError(f"{row.name} has no parameter {key!r:.80}; {_unknown_parameter(row, key)}")
+        hint = ", and parameters of an inner scheme go in parentheses: inner=(k_ary_tree:radix=4)"
+        nested = any(other.kind in ("scheme", "tree") for other in row.parameters)
+        meant = _meant(key, [other.name for other in row.parameters])
+        raise ScheduleError(f"{row.name} has no parameter {key!r:.80}; {meant}{hint if nested else ''}")
     read = parameters.read(row.name, parameter, value)
     if parameter.kind not in ("scheme", "tree") or not isinstance(read, str):
         return read
-    inner_name, inner_given = parse(read)
-    inner = find(inner_name)
-    if parameter.kind == "tree" and not inner.rooted:
+    inner = select(read)
+    if parameter.kind == "tree" and not inner.row.rooted:
         rooted = ", ".join(other.name for other in CATALOG.values() if other.rooted)
-        raise ScheduleError(f"{row.name}: {key}={inner.name} gathers at no root; take one of {rooted}")
-    if inner.kind != "schedule":
-        raise ScheduleError(f"{row.name}: {key}={inner.name} is a reducer of a library and has no schedule")
-    return _spell(inner, inner_given)
+        raise ScheduleError(f"{row.name}: {key}={inner.row.name} gathers at no root; take one of {rooted}")
+    if inner.row.kind != "schedule":
+        raise ScheduleError(
+            f"{row.name}: {key}={inner.row.name} is a reducer of a library and has no schedule"
+        )
+    return inner.text
 
 
 def _argument(row: Scheme, parameter: Parameter, value: Value, size: int) -> object:
@@ -385,14 +366,6 @@ def _spell(row: Scheme, given: Mapping[str, Value]) -> str:
         if written is not None:
             text += f":{parameter.name}={written}"
     return text
-
-
-def _unknown_parameter(row: Scheme, key: str) -> str:
-    if any(parameter.kind in ("scheme", "tree") for parameter in row.parameters):
-        hint = ", and parameters of an inner scheme go in parentheses: inner=(k_ary_tree:radix=4)"
-    else:
-        hint = ""
-    return _meant(key, [parameter.name for parameter in row.parameters]) + hint
 
 
 def _meant(word: str, known: list[str], aliases: Sequence[str] = ()) -> str:

@@ -259,7 +259,7 @@ class _Prover:
 
     def _determinism(self, final: list[list[Piece]]) -> Determinism:
         if self.schedule.result != "replicated":
-            return "A"  # each result exists on one rank only: there is nobody to differ from
+            return "A"  # each result exists on one rank only: no other can differ
         if all(pieces == final[0] for pieces in final):
             return "A"
         names = self.expressions.ordered

@@ -18,23 +18,14 @@ ASPLOS 2023).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from functools import lru_cache
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-from treeattn.collectives.check import Certificate, Proof, prove
 from treeattn.collectives.check import Fold as FoldOrder
+from treeattn.collectives.check import Proof
 from treeattn.collectives.schedule import Round, Schedule, Transfer
-from treeattn.errors import ScheduleError
 
-if TYPE_CHECKING:
-    from treeattn.collectives.runtime import nccl
-    from treeattn.collectives.runtime.communicator import Communicator
-    from treeattn.collectives.runtime.memory import Array
-    from treeattn.collectives.runtime.reducer import ReductionSpec
-
-#: Buffers beside the slots of ranks, which go by the number of their rank.
+#: Buffers other than the slots of ranks, which go by the number of their rank.
 OWN, LANDING = -1, -2
 
 
@@ -195,54 +186,6 @@ def plan(
         instructions = [*planner.await_readers(), *instructions]
     slots = max(planner.used.values(), default=0)
     return Program(rank, tuple(instructions), len(schedule.rounds), slots, planner.landing)
-
-
-class Planned(NamedTuple):
-    """The program of one rank, what is proved of it, and what it works on.
-
-    records: [records, width], the rank's own. sent: (destination, bytes) of every message, through shared
-    memory too.
-    """
-
-    name: str
-    certificate: Certificate
-    program: Program
-    records: Array
-    sent: list[tuple[int, int]]
-
-
-def of_spec(spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = ()) -> Planned:
-    """Plan this rank's program; node: the ranks that read one another's memory.
-
-    Raises `ScheduleError`, before anything is allocated, if the schedule is for another number of ranks or is
-    not a correct reduction, or if the buffer does not fit.
-    """
-    comm: Communicator | nccl.NcclCommunicator = spec.comm
-    rank, size = comm.rank, comm.size
-    if schedule.size != size:
-        raise ScheduleError(
-            f"{schedule.name}: made for {schedule.size} ranks, the communicator has {size}; "
-            f"run it on {schedule.size}, or build one with size={size}"
-        )
-    records = spec.records(schedule.name)
-    given = schedule, rank, len(records), spec.granularity, tuple(node)
-    made, certificate, messages = _planned(*given)
-    bytes_each = records.nbytes // max(len(records), 1)
-    sent = [(peer, count * bytes_each) for peer, count in messages]
-    certificate = replace(certificate, bits=getattr(spec.operator, "bits", certificate.bits))
-    return Planned(schedule.name, certificate, made, records, sent)
-
-
-@lru_cache(maxsize=64)
-def _planned(
-    schedule: Schedule, rank: int, count: int, granularity: int, node: tuple[int, ...]
-) -> tuple[Program, Certificate, tuple[tuple[int, int], ...]]:
-    """Program, proof, and (destination, records) of what the rank sends."""
-    proof = prove(schedule)
-    own = [each for each in schedule.traffic(count, granularity) if each.src == rank]
-    made = plan(schedule, proof, rank, count, granularity=granularity, node=node)
-    sent = tuple((each.dst, each.records) for each in own)
-    return made, proof.certificate, sent
 
 
 class _Run(NamedTuple):

@@ -2,7 +2,7 @@
 
 The larger of three. News spreads from a rank within its node no faster than along the optimal tree (Karp et
 al., "Optimal broadcast and summation in the LogP model", SPAA 1993), and between nodes no faster than if
-each node that knows told others through all its ranks at once; every rank's result depends on every rank,
+each node that knows informed others through all its ranks at once; every rank's result depends on every rank,
 so a reduction has to let news spread from each. And bytes: where all ranks end with the result, 2 (n-1)/n
 of the payload leave one of n nodes (Patarasuk and Yuan, JPDC 2009), spread over its cards at best.
 """

@@ -63,13 +63,13 @@ class Cost:
 
 def cost(simulation: Simulation) -> Cost:
     """What a step costs from the first rank's entry to the last one's end."""
+    if not any(simulation.steps):
+        return Cost({("", False): simulation.completion})
     found: defaultdict[tuple[str, bool], float] = defaultdict(float)
     for segment in critical_path(simulation):
         found[segment.price, segment.assumed] += segment.microseconds
-    if any(simulation.steps):
-        found["", False] -= min(simulation.starts)
-        return Cost(found)
-    return Cost({("", False): simulation.completion})
+    found["", False] -= min(simulation.starts)
+    return Cost(found)
 
 
 def critical_path(simulation: Simulation) -> tuple[Segment, ...]:
@@ -81,12 +81,10 @@ def critical_path(simulation: Simulation) -> tuple[Segment, ...]:
     index = len(simulation.steps[rank]) - 1
     while index >= 0:
         step = simulation.steps[rank][index]
-        flight = step.last
-        while flight is not None and flight.after is not None:
-            found += _receiving(simulation, flight)
-            flight = flight.after
-        if flight is not None:
-            found += _receiving(simulation, flight)
+        flight = following = step.last
+        while following is not None:
+            found += _receiving(simulation, following)
+            flight, following = following, following.after
         if flight is None or flight.recv_start > flight.delivered:  # the receiver was busy with its own sends
             found += _own(simulation, rank, step, step.sends)
         else:
@@ -104,9 +102,7 @@ def critical_path(simulation: Simulation) -> tuple[Segment, ...]:
 
 def _of_executor(simulation: Simulation, rank: int, round_: int, price: str) -> Segment:
     prices, named = simulation.prices, f"{simulation.executor}.{price}"
-    return Segment(
-        "executor", rank, None, round_, getattr(prices, price), named, price in prices.assumed
-    )  # fmt: skip
+    return Segment("executor", rank, None, round_, getattr(prices, price), named, price in prices.assumed)
 
 
 def _overheads(simulation: Simulation, rank: int, flight: MessageEvent) -> Iterator[Segment]:
@@ -153,7 +149,7 @@ def _own(simulation: Simulation, rank: int, step: Step, sends: Sequence[MessageE
 
 
 def assumed_share(path: tuple[Segment, ...]) -> float:
-    """How much of the time of a path comes from prices that was not measured, 0 to 1."""
+    """How much of the time of a path comes from assumed prices, 0 to 1."""
     total = sum(segment.microseconds for segment in path)
     return sum(segment.microseconds for segment in path if segment.assumed) / total if total else 0.0
 

@@ -87,9 +87,9 @@ class Tier(_Data, frozen=True):
 
 
 class Executor(_Data, frozen=True):
-    """What running a step costs beside the messages: microseconds for the call, for each round in which a
-    rank has something to do, as much again where it has messages between nodes, and for each message; GB/s
-    at which arriving bytes are merged.
+    """What running a step costs besides messages: microseconds for the call, for each round in which a rank
+    has something to do, as much again where it has messages between nodes, and for each message; GB/s at
+    which arriving bytes are merged.
 
     pulls: receivers fetch, so a tier's read prices count. within: the tier that it cannot leave. assumed:
     as of a tier.

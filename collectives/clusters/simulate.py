@@ -17,7 +17,7 @@ Schneider, Lumsdaine, HPDC 2010), with ports in place of one gap.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -74,13 +74,13 @@ class Step:
     last: MessageEvent | None = None  # the arrival that it took up last
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Traffic:
     """Messages and bytes on one tier."""
 
     tier: str
-    messages: int
-    bytes: int
+    messages: int = 0
+    bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def simulate(
     bound = lower_bound(cluster, run.places, payload.bytes, run.executor, replicated)
     return Simulation(
         schedule, cluster, run.places, name, max(ends), min(begin) + bound, begin, ends,
-        tuple(map(tuple, run.steps)), run.traffic(), run.max_nic_bytes(),
+        tuple(map(tuple, run.steps)), tuple(run.traffic), max(run.nic_bytes.values(), default=0),
     )  # fmt: skip
 
 
@@ -183,26 +183,24 @@ class _Run:
     ) -> None:
         self.cluster, self.places, self.executor = cluster, places, executor
         self.steps: list[list[Step]] = [[] for _ in range(schedule.size)]
-        sent = [
-            (message, cluster.tier_between(places[message.src], places[message.dst]))
-            for message in schedule.traffic(payload.records, payload.group)
-        ]
-        for message, tier in sent:
-            size = message.records * payload.record_bytes
-            flight = MessageEvent(message.round, message.src, message.dst, size, message.merge, tier)
-            sender = self._step(message.src, message.round)
-            receiver = self._step(message.dst, message.round)
-            sender.sends.append(flight)
+        self.traffic = [Traffic(tier.name) for tier in cluster.tiers]  # from the inside out
+        self.nic_bytes: Counter[int] = Counter()  # that each network card sends
+        for round_, src, dst, records, merge in schedule.traffic(payload.records, payload.group):
+            tier, size = cluster.tier_between(places[src], places[dst]), records * payload.record_bytes
+            sender, receiver = self._step(src, round_), self._step(dst, round_)
+            sender.sends.append(MessageEvent(round_, src, dst, size, merge, tier))
             receiver.arrivals += 1
-            sender.far |= tier > cluster.node_tier
-            receiver.far |= tier > cluster.node_tier
+            self.traffic[tier].messages += 1
+            self.traffic[tier].bytes += size
+            if tier > cluster.node_tier:
+                sender.far = receiver.far = True
+                self.nic_bytes[self._nic(places[src])] += size
         self.at = [0] * schedule.size  # which of its steps a rank is in
         self.busy = [0.0] * schedule.size  # until when a rank's processor is
         self.free: defaultdict[tuple[int, ...], float] = defaultdict(float)  # when a port is
-        self.early: defaultdict[tuple[int, int], list[MessageEvent]] = defaultdict(list)  # delivered too soon
-        self.held: defaultdict[tuple[int, int], list[MessageEvent]] = defaultdict(
-            list
-        )  # waits for the receiver
+        # By receiver and round: delivered before it is there, and waiting for it to send.
+        self.early: defaultdict[tuple[int, int], list[MessageEvent]] = defaultdict(list)
+        self.held: defaultdict[tuple[int, int], list[MessageEvent]] = defaultdict(list)
         self.events: list[tuple[float, int, _Hop]] = []  # when, in which order, what
         self.order = count()
         self.unfinished = sum(map(bool, self.steps))
@@ -217,11 +215,11 @@ class _Run:
         for rank, start in enumerate(starts):
             self._advance(rank, start + self.executor.call)
         while self.unfinished and self.events:
-            now, _, passage = heapq.heappop(self.events)
-            if passage.at < len(passage.stops):
-                self._pass(passage, now)
+            now, _, hop = heapq.heappop(self.events)
+            if hop.at < len(hop.stops):
+                self._pass(hop, now)
             else:
-                self._arrive(passage.flight)
+                self._arrive(hop.flight)
 
     def _advance(self, rank: int, now: float) -> None:
         """The rank goes on at `now`, through all steps for which everything has arrived."""
@@ -236,8 +234,7 @@ class _Run:
     def _enter(self, rank: int, step: Step, now: float) -> None:
         """The step begins with all that it sends."""
         step.entered = now
-        work = self.executor.round + (self.executor.far_round if step.far else 0.0)
-        now += work
+        now += self.executor.round + (self.executor.far_round if step.far else 0.0)
         for flight in step.sends:
             now += self.link(flight.tier, flight.bytes).overhead + self.executor.message
             flight.ready = now
@@ -260,15 +257,15 @@ class _Run:
         steps = self.steps[rank]
         return steps[self.at[rank]] if self.at[rank] < len(steps) else None
 
-    def _push(self, when: float, passage: _Hop) -> None:
-        heapq.heappush(self.events, (when, next(self.order), passage))
+    def _push(self, when: float, hop: _Hop) -> None:
+        heapq.heappush(self.events, (when, next(self.order), hop))
 
     def _depart(self, flight: MessageEvent, now: float) -> None:
         self._push(now, _Hop(flight, self._stops(flight)))
 
-    def _pass(self, passage: _Hop, now: float) -> None:
+    def _pass(self, hop: _Hop, now: float) -> None:
         """Through one port, which is taken from then on, to the next, or to its end."""
-        flight, stops, at, tail = passage
+        flight, stops, at, tail = hop
         stop = stops[at]
         start = max(now, self.free[stop.port])
         self.free[stop.port] = start + stop.taken
@@ -340,22 +337,3 @@ class _Run:
         self.at[rank] += 1
         self.unfinished -= self.at[rank] == len(self.steps[rank])
         return step.ended
-
-    def traffic(self) -> tuple[Traffic, ...]:
-        """Messages and bytes of each tier, from the inside out."""
-        found = [[0, 0] for _ in self.cluster.tiers]
-        for step in (step for steps in self.steps for step in steps):
-            for flight in step.sends:
-                found[flight.tier][0] += 1
-                found[flight.tier][1] += flight.bytes
-        return tuple(
-            Traffic(tier.name, *counted) for tier, counted in zip(self.cluster.tiers, found, strict=True)
-        )
-
-    def max_nic_bytes(self) -> int:
-        """Bytes that the network card which sends most of them sends; 0 within one node."""
-        sent: defaultdict[int, int] = defaultdict(int)
-        for rank, steps in enumerate(self.steps):
-            far = (f for step in steps for f in step.sends if f.tier > self.cluster.node_tier)
-            sent[self._nic(self.places[rank])] += sum(flight.bytes for flight in far)
-        return max(sent.values(), default=0)

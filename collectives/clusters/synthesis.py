@@ -71,7 +71,7 @@ def search(machine: Machine, say: Callable[[str], object] = _nothing) -> tuple[l
     for text, members, tier in (*flat, *nested(machine.cluster, machine.places)):
         asked = select(text)
         try:
-            schedule = asked.build(len(machine.places), members if asked.needs_nodes else None)
+            schedule = asked.build(len(machine.places), members)
         except RestrictionError:
             continue
         if schedule.messages > MOST_TRANSFERS:

@@ -6,53 +6,12 @@ Language", ICPP 2009; the grammar is the one of LogGOPSim's txt2bin.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import groupby
-from operator import attrgetter
-from typing import NamedTuple
 
 from treeattn.collectives.check import check
 from treeattn.collectives.schedule import Schedule
-
-
-class GoalMessage(NamedTuple):
-    """A message of `size` bytes to or from `peer`; the tag is its own."""
-
-    sends: bool
-    peer: int
-    size: int
-    tag: int
-
-
-@dataclass
-class RankRound:
-    """What one rank does in one round. merged: records that it merges on arrival."""
-
-    operations: list[GoalMessage] = field(default_factory=list)
-    merged: int = 0
-
-
-def steps(schedule: Schedule, records: int, record_bytes: int, group: int) -> list[list[RankRound]]:
-    """Per rank, the rounds in which it has something to do. Chunks without records are not sent.
-
-    Raises `ScheduleError` for a schedule that does not check.
-    """
-    check(schedule)
-    found: list[list[RankRound]] = [[] for _ in range(schedule.size)]
-    tag = 0
-    for _, in_round in groupby(schedule.traffic(records, group), key=attrgetter("round")):
-        now: defaultdict[int, RankRound] = defaultdict(RankRound)
-        for _, src, dst, carried, merge in in_round:
-            size = carried * record_bytes
-            now[src].operations.append(GoalMessage(True, dst, size, tag))
-            now[dst].operations.append(GoalMessage(False, src, size, tag))
-            now[dst].merged += carried * merge
-            tag += 1
-        for rank, step in now.items():
-            found[rank].append(step)
-    return found
 
 
 def goal(
@@ -68,23 +27,30 @@ def goal(
     when all its operations of the round before are done, as the MPI executor does. Chunks without records are
     not sent. Raises `ScheduleError` for a schedule that does not check.
     """
-    lines = [f"num_ranks {schedule.size}"]
-    for rank, rounds in enumerate(steps(schedule, records, record_bytes, group)):
-        lines += ["", f"rank {rank} {{", *_program(rounds, merge_nanoseconds), "}"]
-    return "\n".join(lines) + "\n"
+    check(schedule)
+    programs: list[list[str]] = [[] for _ in range(schedule.size)]
+    closed = [0] * schedule.size  # label of what ends the last round of a rank
+    sent = enumerate(schedule.traffic(records, group))
+    for _, in_round in groupby(sent, key=lambda numbered: numbered[1].round):
+        started: defaultdict[int, list[str]] = defaultdict(list)
+        merged: Counter[int] = Counter()
+        for tag, (_, src, dst, carried, merge) in in_round:
+            started[src].append(f"send {carried * record_bytes}b to {dst} tag {tag}")
+            started[dst].append(f"recv {carried * record_bytes}b from {src} tag {tag}")
+            merged[dst] += carried * merge
+        for rank, operations in started.items():
+            programs[rank] += _round(operations, closed[rank], merged[rank] * merge_nanoseconds)
+            closed[rank] += len(operations) + 1
+    ranks = (["", f"rank {rank} {{", *program, "}"] for rank, program in enumerate(programs))
+    return "\n".join([f"num_ranks {schedule.size}", *(line for lines in ranks for line in lines)]) + "\n"
 
 
-def _program(rounds: list[RankRound], merge_nanoseconds: int) -> Iterator[str]:
-    """Labelled operations; one `calc` closes each round (the merges) and all of the next wait for it."""
-    closed = 0
-    for step in rounds:
-        labels = range(closed + 1, closed + 1 + len(step.operations))
-        for label, operation in zip(labels, step.operations, strict=True):
-            sends, peer, size, tag = operation
-            to = f"send {size}b to" if sends else f"recv {size}b from"
-            yield f"l{label}: {to} {peer} tag {tag}"
-            if closed:
-                yield f"l{label} requires l{closed}"
-        closed = labels.stop
-        yield f"l{closed}: calc {step.merged * merge_nanoseconds}"
-        yield from (f"l{closed} requires l{label}" for label in labels)
+def _round(operations: list[str], before: int, nanoseconds: int) -> Iterator[str]:
+    """A rank's round: its messages wait for what ended the last one; a `calc`, the merges, ends this one."""
+    end = before + len(operations) + 1
+    for label, operation in enumerate(operations, before + 1):
+        yield f"l{label}: {operation}"
+        if before:
+            yield f"l{label} requires l{before}"
+    yield f"l{end}: calc {nanoseconds}"
+    yield from (f"l{end} requires l{label}" for label in range(before + 1, end))

@@ -15,11 +15,11 @@ from treeattn.collectives.parameters import Groups
 from treeattn.collectives.schedule import Round, Schedule, Transfer
 from treeattn.errors import RestrictionError
 
-# Beyond these neither arrows nor labels can be told apart.
+# Beyond these arrows and labels cannot be distinguished.
 RANK_LIMIT = 256
 MESSAGE_LIMIT = 20_000
 
-# Blue, vermilion, sky blue and orange of Okabe and Ito, "Color Universal Design" (2008): told apart by
+# Blue, vermilion, sky blue and orange of Okabe and Ito, "Color Universal Design" (2008): distinct to
 # people who see colours differently; merges are also solid and copies dashed, for print in grey.
 _LIGHT = {
     "paper": "#ffffff", "ink": "#1b1f24", "faint": "#5f6771", "lane": "#bfc6ce", "band": "#f0f2f5",

@@ -23,7 +23,7 @@ _MORE = """.schedule .bar { stroke: none; }
 
 
 def timeline(simulation: Simulation) -> str:
-    """A standalone SVG. Raises `RestrictionError` for what is too large to be told apart."""
+    """A standalone SVG. Raises `RestrictionError` for what is too large to be legible."""
     schedule = simulation.schedule
     if schedule.size > RANK_LIMIT or schedule.messages > MESSAGE_LIMIT:
         raise RestrictionError(

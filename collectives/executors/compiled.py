@@ -10,26 +10,24 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
-from treeattn.collectives import program
 from treeattn.collectives.executors.lowering import (
     Addresses,
+    Planned,
     Regions,
     StepStruct,
     landing_records,
     lower,
     messages_over,
+    plan_program,
 )
-from treeattn.collectives.program import Planned
+from treeattn.collectives.executors.slots import Slots, slots_of_node
 from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.operator import NativeOperator, Operator
 from treeattn.collectives.runtime.reducer import NativeStep, Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import BackendError, PeerError
-
-if TYPE_CHECKING:
-    from treeattn.collectives.executors.slots import Slots
 
 # enum result of kernels/cpu/step.c.
 _DONE, _AGAIN, _FAILED, _OVERRUN = range(4)
@@ -66,14 +64,26 @@ def problem(spec: ReductionSpec) -> str | None:
     return None
 
 
-def plan(spec: ReductionSpec, schedule: Schedule, *, oversubscribed: bool = False) -> CompiledReducer:
-    """The reducer of a schedule whose messages all travel by MPI. Collective.
+def plan(
+    spec: ReductionSpec,
+    schedule: Schedule,
+    *,
+    nodes: tuple[tuple[int, ...], ...] = (),
+    oversubscribed: bool = False,
+) -> CompiledReducer:
+    """The reducer of a schedule. Collective.
 
     spec: of a `NativeOperator` on the host, where no rank has a `problem`, over a communicator of MPI whose
-    functions can be called from C (`mpi_communicator.problem`). oversubscribed: ranks of this
-    machine share cores. Raises `ScheduleError` as `program.of_spec` does.
+    functions can be called from C (`mpi_communicator.problem`). nodes: ranks that share memory, the same on
+    every rank; without them all messages are the communicator's. oversubscribed: ranks of this machine share
+    cores. Raises `ScheduleError` as `plan_program` does; `SharingError`, on every rank, where ranks of a node
+    cannot share.
     """
-    return CompiledReducer(spec, program.of_spec(spec, schedule), None, oversubscribed)
+    node = next((node for node in nodes if spec.comm.rank in node), ())
+    planned = plan_program(spec, schedule, node)
+    record_bytes = planned.records[:1].nbytes
+    slots = slots_of_node(spec.comm, node, planned.program, record_bytes) if nodes else None
+    return CompiledReducer(spec, planned, slots, oversubscribed)
 
 
 class CompiledReducer(Reducer):

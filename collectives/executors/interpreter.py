@@ -10,9 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
-from treeattn.collectives import program
-from treeattn.collectives.executors.lowering import Regions, messages_over
-from treeattn.collectives.program import Copy, Fold, Instruction, Planned, Region
+from treeattn.collectives.executors.lowering import Planned, Regions, messages_over, plan_program
+from treeattn.collectives.program import Copy, Fold, Instruction, Region, in_place
 from treeattn.collectives.runtime.memory import Memory
 from treeattn.collectives.runtime.operator import ManyOperator, Operator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
@@ -37,7 +36,7 @@ class Interpreter(Regions):
         if isinstance(instruction, Copy):
             yield partial(self._copy, self.array(instruction.into), self.array(instruction.source))
         elif isinstance(instruction, Fold):
-            for into, others in program.in_place(instruction):
+            for into, others in in_place(instruction):
                 yield from self._merges(into, others)
 
     def _merges(self, into: Region, others: tuple[Region, ...]) -> Iterator[Callable[[], object]]:
@@ -71,7 +70,7 @@ class InterpretedReducer(Reducer):
     """
 
     def __init__(self, spec: ReductionSpec, schedule: Schedule) -> None:
-        planned = program.of_spec(spec, schedule)
+        planned = plan_program(spec, schedule)
         # All ranks are here: what may fail on one of them alone comes after what they do together.
         super().__init__(schedule.name)
         self.executor = getattr(spec.comm, "library", "mpi")

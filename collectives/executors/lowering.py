@@ -1,16 +1,20 @@
-"""A program lowered to the instructions that `kernels/cpu/step.c` runs: addresses in place of regions. And
-what executors share: regions as arrays, and messages, started from C or from Python.
+"""What executors share: a rank's program for a buffer, its regions as arrays, its messages, started from C or
+from Python. And a program lowered to the instructions that `kernels/cpu/step.c` runs: addresses in place of
+regions.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from treeattn.collectives.check import Certificate, prove
 from treeattn.collectives.program import (
     LANDING,
     OWN,
@@ -23,11 +27,17 @@ from treeattn.collectives.program import (
     Region,
     in_place,
     messages,
+    plan,
 )
 from treeattn.collectives.runtime.memory import Array, Message, Requests
+from treeattn.collectives.runtime.reducer import ReductionSpec
+from treeattn.collectives.schedule import Schedule
+from treeattn.errors import ScheduleError
 
 if TYPE_CHECKING:
     from treeattn.collectives.executors.slots import Slots
+    from treeattn.collectives.runtime import nccl
+    from treeattn.collectives.runtime.communicator import Communicator
 
 # enum kind of kernels/cpu/step.c.
 START, WAIT, PUBLISH, AWAIT, COPY, MERGE = range(6)
@@ -47,6 +57,54 @@ class StepStruct(ctypes.Structure):
         + [(name, ctypes.c_int64) for name in ("length", "next", "number", "spins", "awake", "width")]
         + [(name, ctypes.c_int32) for name in ("any_source", "any_tag", "code", "result")]
     )
+
+
+class Planned(NamedTuple):
+    """The program of one rank, what is proved of it, and what it works on.
+
+    records: [records, width], the rank's own. sent: (destination, bytes) of every message, through shared
+    memory too.
+    """
+
+    name: str
+    certificate: Certificate
+    program: Program
+    records: Array
+    sent: list[tuple[int, int]]
+
+
+def plan_program(spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = ()) -> Planned:
+    """Plan this rank's program; node: the ranks that read one another's memory.
+
+    Raises `ScheduleError`, before anything is allocated, if the schedule is for another number of ranks or is
+    not a correct reduction, or if the buffer does not fit.
+    """
+    comm: Communicator | nccl.NcclCommunicator = spec.comm
+    rank, size = comm.rank, comm.size
+    if schedule.size != size:
+        raise ScheduleError(
+            f"{schedule.name}: made for {schedule.size} ranks, the communicator has {size}; "
+            f"run it on {schedule.size}, or build one with size={size}"
+        )
+    records = spec.records(schedule.name)
+    given = schedule, rank, len(records), spec.granularity, tuple(node)
+    made, certificate, messages = _planned(*given)
+    bytes_each = records.nbytes // max(len(records), 1)
+    sent = [(peer, count * bytes_each) for peer, count in messages]
+    certificate = replace(certificate, bits=getattr(spec.operator, "bits", certificate.bits))
+    return Planned(schedule.name, certificate, made, records, sent)
+
+
+@lru_cache(maxsize=64)
+def _planned(
+    schedule: Schedule, rank: int, count: int, granularity: int, node: tuple[int, ...]
+) -> tuple[Program, Certificate, tuple[tuple[int, int], ...]]:
+    """Program, proof, and (destination, records) of what the rank sends."""
+    proof = prove(schedule)
+    own = [each for each in schedule.traffic(count, granularity) if each.src == rank]
+    made = plan(schedule, proof, rank, count, granularity=granularity, node=node)
+    sent = tuple((each.dst, each.records) for each in own)
+    return made, proof.certificate, sent
 
 
 class Regions:

@@ -6,8 +6,9 @@ them at the same time, and needs that: two ranks that each send first would wait
 
 from __future__ import annotations
 
-from treeattn.collectives import program
 from treeattn.collectives.executors.interpreter import Interpreter
+from treeattn.collectives.executors.lowering import plan_program
+from treeattn.collectives.program import ranks
 from treeattn.collectives.runtime import nccl
 from treeattn.collectives.runtime.cuda_graph import CudaGraphReducer
 from treeattn.collectives.runtime.reducer import ReductionSpec
@@ -20,7 +21,7 @@ def plan(spec: ReductionSpec, schedule: Schedule) -> CudaGraphReducer:
 
     Raises `ScheduleError` if the schedule is for another number of ranks or is not a correct reduction.
     """
-    planned = program.of_spec(spec, schedule)
+    planned = plan_program(spec, schedule)
     interpreter = Interpreter(spec, planned)
     communicator: nccl.NcclCommunicator = spec.comm
     rounds = [
@@ -40,7 +41,7 @@ def plan(spec: ReductionSpec, schedule: Schedule) -> CudaGraphReducer:
         communicator,
         spec.memory,
         queue if rounds else None,
-        peers=(f"{schedule.name} over NCCL", program.ranks(peers)),
+        peers=(f"{schedule.name} over NCCL", ranks(peers)),
     )
     reducer.executor, reducer.certificate, reducer.sent = "nccl", planned.certificate, planned.sent
     return reducer

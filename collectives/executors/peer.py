@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from treeattn.collectives import program
+from treeattn.collectives.executors.lowering import plan_program
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.memory import PeerMemory
 from treeattn.collectives.runtime.mpi_communicator import duplicate
@@ -39,7 +39,7 @@ class Windows:
     def __init__(self, spec: ReductionSpec, schedule: Schedule, nodes: tuple[tuple[int, ...], ...]) -> None:
         """nodes: ranks whose GPUs read one another's memory, the same on every rank."""
         self._node = next(node for node in nodes if spec.comm.rank in node)
-        self.planned = program.of_spec(spec, schedule, self._node)
+        self.planned = plan_program(spec, schedule, self._node)
         self._operator: OneSidedOperator = spec.operator
         self._memory: PeerMemory = spec.memory
         self._seconds = watchdog.limit()

@@ -1,7 +1,7 @@
 """Runs one schedule over several nodes: by peer memory within a node, by NCCL between nodes.
 
 A step is a sequence of launches in one stream: parts of the program, and between two of them a group of
-NCCL's messages, which land beside the records and fold from there. From the second step on it is one CUDA
+NCCL's messages, which land in memory of their own and fold from there. From the second step on it is one CUDA
 graph.
 """
 

@@ -1,4 +1,4 @@
-"""Runs a schedule as a compiled program whose ranks read one another's records in memory that they share.
+"""Slots: memory that ranks of a node share, so that a compiled program reads one another's records in place.
 
 What a rank sends to ranks of its node goes into slots of its own, and a flag with the number of the step
 publishes a round of them. Receivers wait for the number and merge straight out of the slots. Everything else
@@ -27,13 +27,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from treeattn.collectives import program
-from treeattn.collectives.executors import compiled
 from treeattn.collectives.program import Program
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator, Process
-from treeattn.collectives.runtime.reducer import ReductionSpec
-from treeattn.collectives.schedule import Schedule
 from treeattn.errors import SharingError
 
 T = TypeVar("T")
@@ -82,25 +78,9 @@ def set_bytes(program: Program, record_bytes: int) -> int:
     return _flag_bytes(program) + -(-program.slots * record_bytes // _LINE) * _LINE
 
 
-def plan(
-    spec: ReductionSpec,
-    schedule: Schedule,
-    *,
-    nodes: tuple[tuple[int, ...], ...],
-    oversubscribed: bool = False,
-) -> compiled.CompiledReducer:
-    """As `compiled.plan`, with shared memory between the ranks of each node. Collective.
-
-    nodes: ranks that share memory, the same on every rank. Those of different nodes send messages of the
-    communicator's library. Raises `SharingError` where ranks of a node cannot share, the same on every rank.
-    """
-    comm: Communicator = spec.comm
-    node = next(node for node in nodes if comm.rank in node)
-    planned = program.of_spec(spec, schedule, node)
-    record_bytes = planned.records[:1].nbytes
-    parts = share(comm, node, 2 * set_bytes(planned.program, record_bytes))
-    slots = Slots(parts, planned.program, record_bytes)
-    return compiled.CompiledReducer(spec, planned, slots, oversubscribed)
+def slots_of_node(comm: Communicator, node: Iterable[int], program: Program, record_bytes: int) -> Slots:
+    """Slots of the ranks of this rank's node. Collective; raises as `share`."""
+    return Slots(share(comm, node, 2 * set_bytes(program, record_bytes)), program, record_bytes)
 
 
 class SharedPart(NamedTuple):
@@ -122,7 +102,7 @@ class _Offer(NamedTuple):
 def share(comm: Communicator, node: Iterable[int], size: int) -> dict[int, SharedPart]:
     """A part of `size` bytes for this rank, and those of the other ranks of its node. Collective.
 
-    Raises `SharingError`, on every rank of `comm` alike, where one cannot share memory with its node.
+    Raises `SharingError`, on every rank of `comm`, where one cannot share memory with its node.
     """
     made, problem = _attempt(lambda: _made(size, comm.members[comm.rank].process))
     try:
@@ -204,11 +184,11 @@ def _attempt(make: Callable[[], T]) -> tuple[T | None, str | None]:
         return None, f"{error}" or repr(error)
 
 
-def _everywhere(comm: Communicator, problem: str | None, told: Any) -> list[Any]:
-    """What every rank tells; where one has a problem, every rank raises the same."""
+def _everywhere(comm: Communicator, problem: str | None, shared: Any) -> list[Any]:
+    """What every rank shares; where one has a problem, every rank raises the same."""
     with watchdog.Activity("sharing memory within nodes"):
-        views = comm.allgather((problem, told))
+        views = comm.allgather((problem, shared))
     for rank, (problem, _) in enumerate(views):
         if problem is not None:
             raise SharingError(f"rank {rank}: {problem}")
-    return [told for _, told in views]
+    return [shared for _, shared in views]

@@ -23,11 +23,11 @@ _RESULTS: dict[str, Result] = {
     "reducescatter": "scattered",
     "reduce_scatter": "scattered",
 }
-# What each type of step does: receive, send, and the cells that it reads beside what it receives and writes.
+# What each type of step does: receive, load its source, add to its target, store there, send.
 _TYPES = {
-    "s": "send", "r": "receive store", "rcs": "receive store send", "rrc": "receive load store",
-    "rrs": "receive load send", "rrcs": "receive load store send", "cpy": "load store", "re": "load add",
-    "nop": "",
+    "s": "load send", "r": "receive store", "rcs": "receive store send", "rrc": "receive load store",
+    "rrs": "receive load send", "rrcs": "receive load store send", "cpy": "load store",
+    "re": "add load store", "nop": "",
 }  # fmt: skip
 
 
@@ -63,8 +63,10 @@ class _Reader:
         self.operations: list[Operation] = []
         self.steps: dict[tuple[int, int, int], int] = {}  # gpu, thread block, step -> operation
         self.posted: set[int] = set()  # operations that others may wait for
-        self.sent: defaultdict[tuple[int, int, int], list[_Step]] = defaultdict(list)
-        self.received: defaultdict[tuple[int, int, int], list[_Step]] = defaultdict(list)
+        self.moving: list[_Step] = []
+        # by sender, receiver, channel: receptions and sends
+        self.messages: defaultdict[tuple[int, int, int], tuple[list[_Step], list[_Step]]]
+        self.messages = defaultdict(lambda: ([], []))
         self.blocks: dict[tuple[str, int, int, int], str] = {}  # a direction of a connection -> thread block
 
     def schedule(self) -> Schedule:
@@ -118,6 +120,7 @@ class _Reader:
     def _add(self, rank: int, block: Element, step: Element, here: int) -> None:
         does = _TYPES[step.get("type", "")].split()
         made = _Step(here, does, self._cells(rank, step, "src"), self._cells(rank, step, "dst"))
+        self.moving.append(made)
         for direction, attribute in (("send", "send"), ("receive", "recv")):
             if direction in does:
                 peer, channel = _number(block, attribute, -1, -1), _number(block, "chan", default=0)
@@ -129,13 +132,7 @@ class _Reader:
                     raise ScheduleError(
                         f"gpu {rank}: two thread blocks {direction} on channel {channel} with gpu {peer}"
                     )
-                (self.sent if direction == "send" else self.received)[ends].append(made)
-        if not {"send", "receive"} & set(does):
-            added = made.target if "add" in does else [None] * len(made.target)
-            self.operations[here].writes += [
-                (target, (target, source) if other else (source,))
-                for target, source, other in zip(made.target, made.source, added, strict=True)
-            ]
+                self.messages[ends][direction == "send"].append(made)
 
     def _cells(self, rank: int, step: Element, end: str) -> list[Cell]:
         buffer, first = step.get(f"{end}buf", "i"), _number(step, f"{end}off", default=0)
@@ -151,9 +148,7 @@ class _Reader:
         """Match the n-th send of each connection with its n-th receive, and say what is written."""
         arriving: dict[int, list[Cell]] = {}
         leaving: dict[int, list[Cell]] = {}
-        for ends in self.sent.keys() | self.received.keys():
-            sent, received = self.sent[ends], self.received[ends]
-            src, dst, channel = ends
+        for (src, dst, channel), (received, sent) in self.messages.items():
             if len(sent) != len(received):
                 raise ScheduleError(
                     f"gpu {src} sends {len(sent)} messages to gpu {dst} on channel {channel}, which receives "
@@ -169,19 +164,15 @@ class _Reader:
                 cells = [Cell(dst, buffer, k) for k in range(len(sender.source))]
                 leaving[sender.operation] = arriving[receiver.operation] = cells
                 self.operations[receiver.operation].after.append(sender.operation)
-        for step in {
-            s.operation: s for ends in (self.sent, self.received) for ss in ends.values() for s in ss
-        }.values():
-            writes = self.operations[step.operation].writes
-            came, goes = arriving.get(step.operation, []), leaving.get(step.operation, [])
-            for k in range(len(step.source)):
-                parts = [step.source[k]] if "load" in step.does or not came else []
-                parts += came[k : k + 1]
-                if "store" in step.does:
-                    writes.append((step.target[k], tuple(parts)))
-                    parts = [step.target[k]]
+        for operation, does, source, target in self.moving:
+            came, goes = arriving.get(operation, []), leaving.get(operation, [])
+            for k in range(len(source)):
+                parts = [target[k]] * ("add" in does) + [source[k]] * ("load" in does) + came[k : k + 1]
+                if "store" in does:
+                    self.operations[operation].writes.append((target[k], tuple(parts)))
+                    parts = [target[k]]
                 if goes:
-                    writes.append((goes[k], tuple(parts)))
+                    self.operations[operation].writes.append((goes[k], tuple(parts)))
 
 
 def _number(element: Element, name: str, low: int = 0, default: int | None = None) -> int:

@@ -58,7 +58,7 @@ class CudaGraphReducer(Reducer):
 
     It owns the communicator. A step is queued and not waited for; from the second one on it is one launch of
     a CUDA graph. ``start()`` queues all of it and ``wait()`` nothing: the stream keeps the order. One that
-    nobody closes keeps its communicator for good.
+    is never closed keeps its communicator for good.
     """
 
     stream_ordered = True
@@ -75,7 +75,7 @@ class CudaGraphReducer(Reducer):
         end: Callable[[], object] = tuple,
     ) -> None:
         """queue: queues one step; None where a rank is alone. peers: as `waits_for` gives them. timeout: the
-        error of a wait that the work itself gave up. end: releases what the work uses beside. Collective."""
+        error of a wait that the work itself gave up. end: releases what else the work uses. Collective."""
         super().__init__(name)
         self._communicator, self._stream = communicator, stream
         self._graph = CudaGraph(stream, queue) if queue else None

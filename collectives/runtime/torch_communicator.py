@@ -81,8 +81,8 @@ class TorchCommunicator:
             known = _Known(_host_group(group), dist.get_world_size(group))
             comm = cls(group, known)
             place = socket.gethostname(), kernel(), namespace()
-            told = comm.allgather((place, dist.get_rank()))
-            node = next(rank for other, rank in told if other == place)
+            placed = comm.allgather((place, dist.get_rank()))
+            node = next(rank for other, rank in placed if other == place)
             known.members = tuple(comm.allgather(Member.here(dist.get_rank(), node)))
         communicator.introduce(dist.get_rank(), dist.get_world_size(), known.members)
         _groups[group] = known
@@ -271,7 +271,7 @@ class TorchMessages:
 
     def fields(self) -> dict[str, Any]:
         """Of `StepStruct`: calls back to Python, which only steps with messages make. Torch does not tell
-        without waiting whether one of gloo has come: a test waits, or, where nobody may, has not found it."""
+        without waiting whether one of gloo has come: a test waits, or, where it may not, has not found it."""
 
         def startall(_: int, number: Any) -> int:
             return self._code(self.start, number[0])

@@ -6,8 +6,8 @@ binomial butterfly, so fewer messages leave a group of neighbours, such as those
 ranks are an aligned power of two: then `recursive_doubling` sends fewer.
 
 `form=latency` exchanges all records in each of log2 p rounds, as `recursive_doubling` does, but far first:
-in this order those who have met are groups that do not overlap, and all ranks merge alike. `form=bandwidth`
-exchanges half of what is still held, near first, and copies the pieces back the same way, as
+in this order those who have met are groups that do not overlap, and all ranks merge in one way.
+`form=bandwidth` exchanges half of what is still held, near first, and copies the pieces back the same way, as
 `reduce_scatter_gather` does: 2 log2 p rounds, 2 n (p-1)/p bytes sent by each rank. What a rank and all whom
 it will meet later still hold is one range of chunks, since chunks lie in the order in which the tree of
 meetings is walked. Where p is not a power of two, ranks beyond it fold into a neighbour first and get the

@@ -3,7 +3,7 @@
 In the LogP model a message costs its sender `overhead`, is under way for `latency`, and costs its receiver
 `overhead`; a rank starts its next message `gap` after the last (or `overhead`, if that is longer). Whoever
 is free first sends to the next rank that has nothing. No tree reaches all ranks sooner, and the same tree
-run backwards gathers in the same time, merges not counted. Where `gap` is small beside the rest, ranks have
+run backwards gathers in the same time, merges not counted. Where `gap` is small against the rest, ranks have
 many children (all p-1 in the extreme); `latency` + 2 `overhead` = `gap` makes the binomial tree. Numbers
 are in any one unit: ratios decide. Defaults, in nanoseconds: those of MPICH's topology-aware tree, overhead
 200 and latency 1600 for nodes of one switch; it has no gap, for which stands about what 8 KB take at 25

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.support.torchrun import without_mpi
 from treeattn import collectives
 from treeattn.backends.cpu.records import MergeOperator
-from treeattn.collectives.executors import interpreter, loopback, slots
+from treeattn.collectives.executors import compiled, interpreter, loopback
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.errors import RestrictionError
 from treeattn.mpi import communicators
@@ -35,7 +35,7 @@ def by_slots(spec, schedule):
     """As if the ranks were of two nodes, and of one where they are two."""
     nodes = ((0, 1), tuple(range(2, schedule.size)))
     nodes = nodes[: 1 + (schedule.size > 2)]
-    return slots.plan(spec, schedule, nodes=nodes, oversubscribed=True)
+    return compiled.plan(spec, schedule, nodes=nodes, oversubscribed=True)
 
 
 def check(planner, comm, schedule, records, draw):

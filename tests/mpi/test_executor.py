@@ -21,7 +21,7 @@ from tests.support.reducer_contract import (
 from treeattn import collectives
 from treeattn.baselines import BASELINES
 from treeattn.collectives import Schedule, Transfer
-from treeattn.collectives.executors import compiled, interpreter, slots
+from treeattn.collectives.executors import compiled, interpreter
 from treeattn.collectives.libraries import mpi_allreduce, rescaled_sum
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.errors import ScheduleError
@@ -93,7 +93,7 @@ class TestSlots(Schedules):
 
     def reducer(self, spec, case):
         nodes, oversubscribed = self.nodes(case), self.size > 2
-        return slots.plan(spec, case.schedule, nodes=nodes, oversubscribed=oversubscribed)
+        return compiled.plan(spec, case.schedule, nodes=nodes, oversubscribed=oversubscribed)
 
 
 class TestSlotsOfSeveralNodes(TestSlots):

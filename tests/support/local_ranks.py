@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 
 from tests.support.reducer_contract import OPERATOR, Ranks
-from treeattn.collectives.executors import slots
+from treeattn.collectives.executors import compiled, slots
 from treeattn.collectives.runtime import mpi_communicator
 from treeattn.collectives.runtime.communicator import Process
 from treeattn.collectives.runtime.reducer import ReductionSpec
@@ -70,5 +70,5 @@ def plan_slots(case, buffers=None):
         for rank in node:
             comm = SimpleNamespace(rank=rank, size=size)
             spec = ReductionSpec(comm, OPERATOR, arrays[rank], case.granularity)
-            made[rank] = slots.plan(spec, case.schedule, nodes=(node,), oversubscribed=True)
+            made[rank] = compiled.plan(spec, case.schedule, nodes=(node,), oversubscribed=True)
     return LocalRanks(made, dict(enumerate(arrays)), case.seed)

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tests.support.reducer_contract import OPERATOR
-from treeattn.collectives import program
-from treeattn.collectives.executors.lowering import Addresses, Lowered, landing_records, lower
+from treeattn.collectives.executors.lowering import Addresses, Lowered, landing_records, lower, plan_program
 from treeattn.collectives.executors.slots import SharedPart, Slots, set_bytes
 from treeattn.collectives.runtime.reducer import ReductionSpec
 
@@ -41,7 +40,7 @@ def virtual_node(schedule, records, slots=Slots):
     buffers = [block.empty((records, OPERATOR.width)) for _ in node]
     comms = [SimpleNamespace(rank=rank, size=schedule.size) for rank in node]
     plans = [
-        program.of_spec(ReductionSpec(comm, OPERATOR, buffer), schedule, node)
+        plan_program(ReductionSpec(comm, OPERATOR, buffer), schedule, node)
         for comm, buffer in zip(comms, buffers, strict=True)
     ]
     row = OPERATOR.width * 4

@@ -35,7 +35,7 @@ def build(scheme: str, ranks: int, nodes: Sequence[int] | Sequence[Sequence[int]
         raise ScheduleError(
             f"{selection.row.name} is a {selection.row.kind} and has no schedule: take one of {known}"
         )
-    return selection.build(ranks, nodes if selection.needs_nodes else None)
+    return selection.build(ranks, nodes)
 
 
 def from_file(path: str | Path, ranks: int | None = None, said: str = "this job has") -> Schedule:

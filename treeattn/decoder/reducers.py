@@ -26,7 +26,7 @@ import warnings
 
 from treeattn.backends.device import Device
 from treeattn.collectives.catalog import DEVICES, Scheme, Selection
-from treeattn.collectives.executors import compiled, interpreter, slots
+from treeattn.collectives.executors import compiled, interpreter
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
@@ -94,7 +94,7 @@ def schedule(scheme: Selection, comm: Communicator, output: str = "replicated") 
 
 @functools.lru_cache(maxsize=32)
 def _built(scheme: Selection, size: int, nodes: tuple[tuple[int, ...], ...], result: Result) -> Schedule:
-    return scheme.build(size, nodes if scheme.needs_nodes else None, result)
+    return scheme.build(size, nodes, result)
 
 
 def choose(device: str, transport: str | None, scheme: Scheme, size: int, library: str = "mpi") -> str:
@@ -236,7 +236,7 @@ def _compiled(executor: str | None, library: str, schedule: Schedule, reduction:
     if executor == "program" or (executor is None and alone):
         return by_messages()
     try:
-        return slots.plan(reduction, schedule, nodes=nodes, oversubscribed=oversubscribed)
+        return compiled.plan(reduction, schedule, nodes=nodes, oversubscribed=oversubscribed)
     except SharingError as error:
         lacking = str(error)
         _cannot(executor, lacking, "'program'" if library == "mpi" else "'torch'")

@@ -135,15 +135,15 @@ class _Bench:
 
     def _reducer(self, comm: MpiCommunicator, scheme: str, buffer: Any) -> Reducer:
         """As over all ranks. Not by `reducers.run_rounds`, which sees a few ranks alone, and cores enough."""
-        from treeattn.collectives.executors import compiled, interpreter, slots
+        from treeattn.collectives.executors import compiled, interpreter
 
         reduction, schedule = self._reduction(comm, buffer), build(scheme, comm.size)
         nodes = communicators.node_groups(comm)
         if self.executor == "mpi":
             return interpreter.InterpretedReducer(reduction, schedule)
         if self.executor == "program" or len(nodes) == comm.size:
-            return compiled.plan(reduction, schedule, oversubscribed=self._oversubscribed)
-        return slots.plan(reduction, schedule, nodes=nodes, oversubscribed=self._oversubscribed)
+            nodes = ()
+        return compiled.plan(reduction, schedule, nodes=nodes, oversubscribed=self._oversubscribed)
 
     def measure(self, probe: Probe) -> list[float]:
         """Microseconds of each iteration of a block, on rank 0. Collective."""

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.support.drawn import examples
 from tests.support.refusals import refused
 from treeattn import collectives
-from treeattn.collectives import build, check, names, needs_nodes, parse
+from treeattn.collectives import build, check, names, needs_nodes
 from treeattn.collectives.catalog import CATALOG, Scheme, complete, select
 from treeattn.collectives.schedule import TRANSFER_LIMIT
 from treeattn.errors import RestrictionError, ScheduleError
@@ -116,14 +116,14 @@ def test_names_of_the_literature_are_read_as_the_one_name():
         "hierarchical:inner=k_nomial_tree:outer=all_gather_trees:nodes=4+4"
     )
     with pytest.raises(ScheduleError, match="did you mean rabenseifner?"):
-        parse("rabenseifer")
+        select("rabenseifer")
     page = (Path(__file__).resolve().parents[3] / "docs" / "schemes.md").read_text()
     assert [alias for alias in aliases if f"`{alias}`" not in page] == []
 
 
-def test_parse_nests_in_parentheses():
+def test_schemes_nest_in_parentheses():
     text = "hierarchical:inner=(k_nomial_tree:radix=4):outer=(recursive_multiplying:factors=2+3):nodes=4+2"
-    assert parse(text)[1] == {
+    assert dict(select(text).given) == {
         "inner": "k_nomial_tree:radix=4",
         "outer": "recursive_multiplying:factors=2+3",
         "nodes": (4, 2),
@@ -186,7 +186,7 @@ BAD_STRINGS = [
 def test_a_bad_string_is_one_line_that_names_the_remedy(text, remedy):
     rooted = [row.name for row in CATALOG.values() if row.rooted]
     with refused(remedy.format(names=", ".join(CATALOG), rooted=", ".join(rooted)), error=ScheduleError):
-        parse(text)
+        select(text)
 
 
 # The scheme, the ranks, parameters, the error, and what it says.

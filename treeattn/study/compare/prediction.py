@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from treeattn.attention.shape import DTYPES
-from treeattn.collectives.catalog import executor_over
+from treeattn.collectives.catalog import EXECUTOR_OVER
 from treeattn.collectives.clusters.critical_path import Cost, cost
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement
@@ -73,7 +73,7 @@ def lacking(cluster: Cluster, places: Placement, key: Key) -> str:
     if key.scheme == SUM:
         return ""
     try:
-        cluster.executor_for(places, executor_over(key.transport, None))
+        cluster.executor_for(places, EXECUTOR_OVER.get(key.transport))
     except ArgumentError as error:
         return f"no prices: {error}"
     return ""
@@ -91,7 +91,7 @@ def predicted(
     reads."""
     if key.scheme == SUM or lacking(cluster, places, key):
         return None
-    executor = executor_over(key.transport, None)
+    executor = EXECUTOR_OVER.get(key.transport)
     if key.what == "decode" and cluster.memory is None:
         return None
     size = np.dtype(DTYPES[key.dtype]).itemsize
@@ -107,7 +107,7 @@ def predicted(
     if selection.own is None and selection.row.generator is None:
         return None
     try:
-        schedule = selection.build(key.ranks, nodes if selection.needs_nodes else None)
+        schedule = selection.build(key.ranks, nodes)
     except RestrictionError:  # likewise
         return None
     if key.what == "reduce":
