@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from treeattn.errors import TransportError
-
 __all__ = ["Fabric", "Hang", "QueuedOperator", "Stream"]
 
 
@@ -25,7 +23,7 @@ class Hang(Exception):
 
 
 class Post(NamedTuple):
-    """One message or sum: kind "send", "receive", "max" or "sum"."""
+    """One message: kind "send" or "receive"."""
 
     kind: str
     array: Any
@@ -56,8 +54,8 @@ class Fabric:
                 raise Hang("; ".join(filter(None, (stream.waits_for() for stream in self.streams))))
 
     def _exchange(self) -> bool:
-        """Move every message whose two ends are posted, and sums that all ranks have come to."""
-        moved = self._sum()
+        """Move every message whose two ends are posted."""
+        moved = False
         for pair in self._random.permutation(self.size**2):
             src, dst = divmod(int(pair), self.size)
             moved |= self._move(self.streams[src], self.streams[dst])
@@ -75,21 +73,6 @@ class Fabric:
         into.array[...] = out.array.reshape(into.array.shape)
         sender.met(out)
         receiver.met(into)
-        return True
-
-    def _sum(self) -> bool:
-        posts = [stream.first_sum() for stream in self.streams]
-        if any(post is None for post in posts):
-            return False
-        if len({(post.kind, post.array.size) for post in posts}) > 1:
-            raise Hang(f"ranks call different reductions: {[post.kind for post in posts]}")
-        if len({stream.group.captured for stream in self.streams}) > 1:
-            raise Hang("a reduction is captured on some ranks only")
-        values = np.stack([post.array for post in posts])
-        total = np.fmax.reduce(values) if posts[0].kind == "max" else values.sum(0)
-        for stream, post in zip(self.streams, posts, strict=True):
-            post.array[...] = total
-            stream.met(post)
         return True
 
 
@@ -187,14 +170,8 @@ class Stream:
     def receive(self, array: Any, peer: int) -> None:
         self._post("receive", array, peer)
 
-    def all_reduce(self, array: Any, operation: str) -> None:
-        self._post(operation, array, 0)
-
-    broken = False
-
     def check(self) -> None:
-        if self.broken:
-            raise TransportError("NCCL broke off")
+        """Nothing broke."""
 
     # NCCL's commDestroySync returns when every graph is gone: what would hang fails here.
 
@@ -230,9 +207,6 @@ class Stream:
     def first(self, kind: str, peer: int) -> Post | None:
         """The first message of the current group of that kind with that peer."""
         return next((post for post in self._waiting() if (post.kind, post.peer) == (kind, peer)), None)
-
-    def first_sum(self) -> Post | None:
-        return next((post for post in self._waiting() if post.kind in ("max", "sum")), None)
 
     def met(self, post: Post) -> None:
         self.group.waiting = [waiting for waiting in self.group.waiting if waiting is not post]

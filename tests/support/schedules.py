@@ -192,6 +192,12 @@ def cases(draw, sizes=SIZES):
     return Case(schedule, nodes, min(rows, 40) * granularity, granularity, draw(st.integers(0, 999)))
 
 
+def different_brackets() -> Schedule:
+    """Rank 3 folds ((0+1)+2)+3 at once, the others pair up: (0+1)+(2+3)."""
+    first = (*(Transfer(r, 3) for r in range(3)), Transfer(0, 1), Transfer(1, 0), Transfer(3, 2))
+    return Schedule("brackets", 4, 1, (first, (Transfer(2, 0), Transfer(2, 1), Transfer(0, 2))))
+
+
 def star(size: int, name: str = "star") -> Schedule:
     """One that no catalogue has: everyone sends to rank 0, which sends back."""
     up = (tuple(Transfer(rank, 0) for rank in range(1, size)),) if size > 1 else ()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support.drawn import examples
 from tests.support.refusals import refused
-from tests.support.schedules import accepted, drawn_schedules, mutated
+from tests.support.schedules import accepted, different_brackets, drawn_schedules, mutated
 from treeattn.collectives import (
     Fold,
     Schedule,
@@ -182,13 +182,6 @@ def test_what_is_wrong_is_named_in_one_line(problem):
 # Classes, depth and orders of folds
 
 
-def different_brackets():
-    """Rank 3 folds ((0+1)+2)+3 at once, the others pair up: (0+1)+(2+3)."""
-    first = (*(Transfer(r, 3) for r in range(3)), Transfer(0, 1), Transfer(1, 0), Transfer(3, 2))
-    second = (Transfer(2, 0), Transfer(2, 1), Transfer(0, 2))
-    return Schedule("brackets", 4, 1, (first, second))
-
-
 MANY = (tuple(Transfer(r, 0) for r in range(1, 4)),)
 
 
@@ -261,6 +254,3 @@ def test_fold_orders_cover_every_merge_once_and_ascend(schedule):
         for t in round_:
             for c in t.chunks if not t.merge else ():
                 held[t.dst, c] = before[t.src, c]
-
-
-# Size

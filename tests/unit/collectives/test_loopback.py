@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests.support import verbs
 from tests.support.drawn import examples
-from tests.support.schedules import schedules
+from tests.support.schedules import different_brackets, schedules
 from treeattn.backends import cpu
 from treeattn.collectives import Schedule, Transfer, build, check, names
 from treeattn.collectives.executors import loopback
@@ -167,13 +167,9 @@ def test_transfers_read_the_state_before_the_round():
     assert words(Schedule("pass_on", 3, 1, (pass_on, finish, copies))) == ["(a(bc))"] * 3
 
 
-PAIRED = (*(Transfer(r, 3) for r in range(3)), Transfer(0, 1), Transfer(1, 0), Transfer(3, 2))
-BRACKETS = Schedule("brackets", 4, 1, (PAIRED, (Transfer(2, 0), Transfer(2, 1), Transfer(0, 2))))
-
-
 def test_without_a_class_results_are_exact_and_ranks_end_with_unlike_bits():
     """What class none warns of happens: so the class says something."""
-    schedule = BRACKETS
+    schedule = different_brackets()
     assert check(schedule).determinism == "none"
     partials = random_partials(schedule.size, 200)
     for result in loopback.run(schedule, partials, Partials()):

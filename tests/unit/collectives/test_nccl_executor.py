@@ -105,6 +105,3 @@ def test_a_graph_of_the_callers_that_outlives_its_reducer_is_named(hurried, monk
     monkeypatch.setattr(stream, "close", threading.Event().wait)
     with pytest.raises(TransportError, match="drop CUDA graphs of your own that hold a step before close"):
         reducer.close()
-
-
-# What the fake would say of a wrong executor: it can fail.
