@@ -16,7 +16,7 @@ from treeattn.collectives.runtime import nccl
 from treeattn.collectives.runtime.cuda_graph import CudaGraphReducer
 from treeattn.collectives.runtime.memory import Array, Memory
 from treeattn.collectives.runtime.operator import RescalingOperator
-from treeattn.collectives.runtime.reducer import ReductionSpec, Sent
+from treeattn.collectives.runtime.reducer import ReductionSpec
 
 
 class _Arrays:
@@ -60,7 +60,7 @@ class RescaledSumOverMpi(CollectiveReducer):
     def __init__(self, name: str, reduction: ReductionSpec, calls: int) -> None:
         super().__init__(name, reduction)
         self._arrays = _Arrays(self._records, reduction, calls)
-        self.sent = Sent(None, self._records.nbytes)  # every element of every record once
+        self.sent = self._records.nbytes  # every element of every record once
 
     def _step(self) -> None:
         self._arrays.take_maxima()

@@ -11,22 +11,16 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from treeattn.collectives.check import Certificate
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.memory import HOST, Array
 from treeattn.errors import ANOTHER_PROCESS, ScheduleError, StateError
 
-
-class Sent(NamedTuple):
-    """The payload that one rank hands to a library's collectives in one step.
-
-    messages is None: how often the bytes travel, and where to, is the library's business.
-    """
-
-    messages: None
-    bytes: int
+#: What a rank hands over in a step: (destination, bytes) of every message, or the bytes of a library's
+#: collectives, whose messages are the library's business; None where only the library knows.
+Sent: TypeAlias = list[tuple[int, int]] | int | None
 
 
 class NativeStep(NamedTuple):
@@ -145,9 +139,7 @@ class Reducer(ABC):
 
     #: What is proved of the schedule; None where nothing is, because a library decides.
     certificate: Certificate | None = None
-    #: What this rank hands over in a step: (destination, bytes) of every message, or the payload of a
-    #: library's collectives; None where only the library knows.
-    sent: list[tuple[int, int]] | Sent | None = None
+    sent: Sent = None
     #: Which of `treeattn.collectives.executors` runs the schedule; None where there is none.
     executor: str | None = None
     #: Why no faster executor runs it, in one line; None where the fastest does.

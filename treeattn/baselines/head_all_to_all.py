@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from treeattn.collectives.libraries.collective import CollectiveReducer
 from treeattn.collectives.runtime.operator import Operator
-from treeattn.collectives.runtime.reducer import ReductionSpec, Sent
+from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.partial import Array
 
 
@@ -41,7 +41,7 @@ class HeadAllToAll(CollectiveReducer):
             [buffer, leaving, starts[:-1], element],
             [self._arrived, coming, places, element],
         )
-        self.sent = Sent(None, sum(leaving) * buffer.itemsize)  # the slices of the other ranks
+        self.sent = sum(leaving) * buffer.itemsize  # the slices of the other ranks
         self._merges = list(self._fold(operator, own)) if own.size else []
 
     def _fold(self, operator: Operator, own: Array) -> Iterator[Callable[[], object]]:

@@ -20,7 +20,6 @@ from treeattn.cli.problem import Problem
 from treeattn.cli.scheme import for_out, given
 from treeattn.cli.verdict import Judge, Row, ended_with, plural, show
 from treeattn.collectives.runtime.communicator import Communicator
-from treeattn.collectives.runtime.reducer import Sent
 from treeattn.decoder import Decoder
 from treeattn.decoder.request import Reduction
 from treeattn.mpi.agreement import collectively
@@ -151,8 +150,8 @@ def _wire(world: Communicator, decoder: Decoder) -> dict[str, Any]:
     facts = {name: getattr(proof, name, None) for name in ("rounds", "depth", "messages", "bytes")}
     if everyone[0] is None:
         return facts
-    if isinstance(everyone[0], Sent):
-        return facts | {"payload": sum(sent.bytes for sent in everyone)}
+    if isinstance(everyone[0], int):
+        return facts | {"payload": sum(everyone)}
     sizes = [size for sent in everyone for _, size in sent]
     return facts | {"messages": len(sizes), "bytes": sum(sizes)}
 

@@ -20,7 +20,6 @@ from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given, is_file
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import MpiCommunicator
-from treeattn.collectives.runtime.reducer import Sent
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
 from treeattn.decoder.request import Reduction
@@ -217,7 +216,7 @@ def _sent(session: Session, decoder: Decoder | None) -> int | None:
     if sent is None:
         return None
     layers = session.model.config.layers
-    return layers * (sent.bytes if isinstance(sent, Sent) else sum(size for _, size in sent))
+    return layers * (sent if isinstance(sent, int) else sum(size for _, size in sent))
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:

@@ -73,13 +73,11 @@ class Pipeline(Reducer):
         return len(self._groups)
 
     @property
-    def sent(self) -> list[tuple[int, int]] | Sent | None:  # type: ignore[override]
-        told = [group.reducer.sent for group in self._groups]
-        if isinstance(told[0], Sent):
-            return Sent(None, sum(sent.bytes for sent in told if isinstance(sent, Sent)))
-        if told[0] is None:
-            return None
-        return [message for sent in told if isinstance(sent, list) for message in sent]
+    def sent(self) -> Sent:  # type: ignore[override]
+        of_groups = [group.reducer.sent for group in self._groups]
+        if isinstance(of_groups[0], list):
+            return [message for sent in of_groups if isinstance(sent, list) for message in sent]
+        return None if of_groups[0] is None else sum(sent for sent in of_groups if isinstance(sent, int))
 
     def waits_for(self) -> tuple[str, str]:
         """As the group whose turn it is does."""

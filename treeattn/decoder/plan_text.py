@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from treeattn.collectives.runtime.reducer import Sent
-
 if TYPE_CHECKING:
     from treeattn.decoder.plan import Plan
 
@@ -70,8 +68,8 @@ def _messages(plan: Plan) -> Iterator[tuple[str, str]]:
     sent = plan.reducer.sent
     if plan.request.attends_by_reducer and not sent:
         yield "unknown", "they depend on the arrays of the step"
-    elif isinstance(sent, Sent):
-        yield f"{sent.bytes:,} bytes", "handed to the library, whose business the messages are"
+    elif isinstance(sent, int):
+        yield f"{sent:,} bytes", "handed to the library, whose business the messages are"
     elif sent is None:
         yield "unknown", "they are the library's business"
     elif not sent:

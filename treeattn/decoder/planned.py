@@ -342,10 +342,10 @@ class PlannedDecode:
         return getattr(self._reducer, "groups", 1)
 
     @property
-    def sent(self) -> list[tuple[int, int]] | Sent | None:
+    def sent(self) -> Sent:
         """What this rank hands over in a step.
 
-        (destination, bytes) of every message; the payload of a library's collectives; None where only the
+        (destination, bytes) of every message; the bytes of a library's collectives; None where only the
         library knows.
         """
         return self.plan.reducer.sent

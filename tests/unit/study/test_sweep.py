@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import made_results
 import pytest
 
-from treeattn.collectives.runtime.reducer import Sent
 from treeattn.errors import ArgumentError
 from treeattn.study.compare import measure, sweep
 from treeattn.study.compare.measure import Budget
@@ -87,8 +86,8 @@ def tiers(messages_intra, bytes_intra, messages_inter=0, bytes_inter=0):
     ("sent", "groups", "found"),
     [
         ([[(1, 10), (2, 20)], [(0, 5)], []], ((0, 1), (2,)), tiers(2, 15, 1, 20)),
-        ([Sent(None, 7)] * 3, ((0, 1, 2),), tiers(None, 21)),
-        ([Sent(None, 7)] * 3, ((0, 2), (1,)), {"bytes_library": 21}),
+        ([7] * 3, ((0, 1, 2),), tiers(None, 21)),
+        ([7] * 3, ((0, 2), (1,)), {"bytes_library": 21}),
         ([None, None, None], ((0, 1, 2),), None),
     ],
 )

@@ -18,7 +18,6 @@ import numpy as np
 
 from treeattn.collectives.parameters import Groups, node_of
 from treeattn.collectives.runtime.communicator import MpiCommunicator
-from treeattn.collectives.runtime.reducer import Sent
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.mpi import communicators
@@ -211,13 +210,11 @@ def handed_over(comm: MpiCommunicator, sent: Any, groups: Groups) -> Tiers | Non
     everyone: list[Any] = comm.allgather(sent)
     if any(mine is None for mine in everyone):
         return None
-    if not isinstance(sent, Sent):
+    if not isinstance(sent, int):
         return _by_tier(((src, dst, size) for src, mine in enumerate(everyone) for dst, size in mine), groups)
-    counts, sizes = zip(*everyone, strict=True)
-    count = None if None in counts else sum(counts)
     if len(groups) > 1:
-        return {"bytes_library": sum(sizes)}
-    return {"messages_intra": count, "bytes_intra": sum(sizes), "messages_inter": 0, "bytes_inter": 0}
+        return {"bytes_library": sum(everyone)}
+    return {"messages_intra": None, "bytes_intra": sum(everyone), "messages_inter": 0, "bytes_inter": 0}
 
 
 def _by_tier(sent: Iterable[tuple[int, int, int]], groups: Groups) -> Tiers:
