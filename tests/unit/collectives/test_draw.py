@@ -119,13 +119,6 @@ def arrows(root):
     return [path for g in group for path in g.iter(f"{SVG}path") if "transfer" in path.get("class", "")]
 
 
-def ends(path):
-    x1, y1, x2, y2 = map(
-        float, re.fullmatch(r"M([\d.]+),([\d.]+) L([\d.]+),([\d.]+)", path.get("d")).groups()
-    )
-    return (x1, y1), (x2, y2)
-
-
 @examples(60)
 @given(of_sizes(1, 8, 16))
 def test_svg_shows_every_transfer_once(drawn):

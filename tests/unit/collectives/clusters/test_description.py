@@ -54,11 +54,6 @@ def test_what_is_shipped():
         assert cluster.executor in cluster.executors
 
 
-def same(text, line):
-    """Whether the line stands further up with its source."""
-    return any(other.startswith(f"{line} ") and "#" in other for other in text.splitlines())
-
-
 def test_tiers_and_links(tmp_path):
     cluster = load(tmp_path, GOOD)
     assert (cluster.places, cluster.slots, cluster.widths) == (12, 4, (4, 12))
