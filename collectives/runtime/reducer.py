@@ -11,12 +11,14 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from treeattn.collectives.check import Certificate
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.memory import HOST, Array
 from treeattn.errors import ANOTHER_PROCESS, ScheduleError, StateError
+
+T = TypeVar("T")
 
 #: What a rank hands over in a step: (destination, bytes) of every message, or the bytes of a library's
 #: collectives, whose messages are the library's business; None where only the library knows.
@@ -244,11 +246,7 @@ class Reducer(ABC):
         is still to be called.
         """
         self._check_running("test()")
-        try:  # as `_run`
-            return self._advance()
-        except BaseException:
-            self._failed = True
-            raise
+        return self._run(self._advance)
 
     def wait(self) -> None:
         """Finish the step that `start` began. Raises `StateError` if there is none."""
@@ -279,10 +277,10 @@ class Reducer(ABC):
 
         return step
 
-    def _run(self, part: Callable[[], object]) -> None:
+    def _run(self, part: Callable[[], T]) -> T:
         """What fails half-way stays running: messages may be in flight, and no other step may begin."""
         try:
-            part()
+            return part()
         except BaseException:
             self._failed = True
             raise

@@ -43,23 +43,37 @@ def test_closing_ends_a_step_in_flight_once():
     """What may follow what is of the contract of all reducers."""
     reducer = Logged()
     reducer()
+    assert (reducer.blocking, reducer.in_flight) == (0, False)
     reducer.start()
+    assert (reducer.blocking, reducer.in_flight, reducer.test()) == (0, True, False)
     reducer.close()
     reducer.close()
-    assert reducer.log == ["begin", "complete", "begin", "complete", "release"]
+    assert reducer.log == ["begin", "complete", "begin", "advance", "complete", "release"]
 
 
-@pytest.mark.parametrize("fails", ["begin", "complete"])
-@pytest.mark.parametrize("halves", [False, True])
-def test_a_step_that_fails_is_never_finished_nor_followed(fails, halves):
+@pytest.mark.parametrize(
+    ("fails", "calls"),
+    [
+        ("begin", ["__call__"]),
+        ("begin", ["start"]),
+        ("complete", ["__call__"]),
+        ("complete", ["start", "wait"]),
+        ("advance", ["start", "test"]),
+    ],
+)
+def test_a_step_that_fails_is_never_finished_nor_followed(fails, calls):
     """Others may have gone on: what is left is the end of this rank alone."""
-    reducer = Logged(fails)
+    reducer, *before, last = Logged(fails), *calls
+    for call in before:
+        getattr(reducer, call)()
     with pytest.raises(KeyError):
-        (reducer.start(), reducer.wait()) if halves else reducer()
+        getattr(reducer, last)()
+    assert (reducer.blocking, reducer.in_flight) == (0, True), "it waits for no one"
     with pytest.raises(StateError, match="failed"):
         reducer()
-    with pytest.raises(StateError, match="without start"):
-        reducer.wait()
+    for call in (reducer.wait, reducer.test):
+        with pytest.raises(StateError, match=r"\w+\(\) without start\(\)"):
+            call()
     reducer.close()
     assert reducer.log[-1] == "abandon"
     assert "release" not in reducer.log
@@ -84,28 +98,6 @@ def test_what_a_fork_inherits_is_disowned():
     assert os.waitpid(child, 0)[1] == 0
     reducer.close()
     assert reducer.log == ["begin", "complete", "release"]
-
-
-def test_a_part_that_fails_is_seen_by_whoever_asks():
-    """A step that works, one that rests, and one that failed: which may wait for other ranks."""
-    reducer = Logged("complete")
-    assert (reducer.blocking, reducer.in_flight) == (0, False)
-    reducer.start()
-    assert (reducer.blocking, reducer.in_flight, reducer.test()) == (0, True, False)
-    with pytest.raises(KeyError):
-        reducer.wait()
-    assert (reducer.blocking, reducer.in_flight) == (0, True)
-    with pytest.raises(StateError, match=r"test\(\) without start\(\)"):
-        reducer.test()
-
-
-def test_what_fails_on_the_way_is_never_finished():
-    reducer = Logged("advance")
-    reducer.start()
-    with pytest.raises(KeyError):
-        reducer.test()
-    with pytest.raises(StateError, match=r"wait\(\) without start\(\)"):
-        reducer.wait()
 
 
 def test_other_work_in_place_of_a_step():
