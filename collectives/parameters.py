@@ -43,21 +43,14 @@ class Parameter:
     @property
     def allowed(self) -> str:
         """The legal values in words."""
-        return {
-            "integer": f"an integer of at least {self.low}",
-            "integers": f"integers of at least {self.low} joined by +",
-            "choice": " or ".join(self.choices),
-            "scheme": "a schedule, in parentheses if it has parameters",
-            "tree": "a rooted schedule, in parentheses if it has parameters",
-            "nodes": "node sizes such as 4+4+2 or 16x8 (16 nodes of 8), or the ranks of each node",
-        }[self.kind]
+        return _KINDS[self.kind][1].format(low=self.low, choices=" or ".join(self.choices))
 
 
 def read(scheme: str, parameter: Parameter, value: object) -> Value:
     """The value in its one form. Raises `ScheduleError` for text or a Python value outside what the parameter
     allows."""
     try:
-        return _READERS[parameter.kind](parameter, value)
+        return _KINDS[parameter.kind][0](parameter, value)
     except (TypeError, ValueError) as error:
         raise ScheduleError(
             f"{scheme}: {parameter.name}={value!s:.80} is not allowed; {parameter.name} ({parameter.doc}) "
@@ -183,11 +176,12 @@ def _runs(sizes: Sequence[int]) -> Iterator[str]:
         yield from [f"{count}x{size}"] if count > 3 else [str(size)] * count
 
 
-_READERS: dict[str, Callable[[Parameter, object], Value]] = {
-    "integer": _integer,
-    "integers": _integers,
-    "choice": _choice,
-    "scheme": _scheme,
-    "tree": _scheme,
-    "nodes": _nodes,
+# Kind -> what reads a value, and the legal ones in words.
+_KINDS: dict[Kind, tuple[Callable[[Parameter, object], Value], str]] = {
+    "integer": (_integer, "an integer of at least {low}"),
+    "integers": (_integers, "integers of at least {low} joined by +"),
+    "choice": (_choice, "{choices}"),
+    "scheme": (_scheme, "a schedule, in parentheses if it has parameters"),
+    "tree": (_scheme, "a rooted schedule, in parentheses if it has parameters"),
+    "nodes": (_nodes, "node sizes such as 4+4+2 or 16x8 (16 nodes of 8), or the ranks of each node"),
 }

@@ -200,11 +200,12 @@ class Cluster(_Data, frozen=True, dict=True):
         return name
 
 
+_SHIPPED = resources.files(__package__)
+
+
 def shipped() -> list[str]:
     """Names of the clusters that come with the package."""
-    return sorted(
-        path.name.removesuffix(".toml") for path in _folder().iterdir() if path.name.endswith(".toml")
-    )
+    return sorted(file.name[:-5] for file in _SHIPPED.iterdir() if file.name.endswith(".toml"))
 
 
 def load(name: str | Path) -> Cluster:
@@ -216,32 +217,21 @@ def load(name: str | Path) -> Cluster:
     ('laptop', 8)
     """
     text = str(name)
-    if not text.endswith(".toml"):
-        if text not in shipped():
-            raise ArgumentError(
-                f"cluster {text!r}: no such cluster; take one of {', '.join(shipped())}, or FILE.toml"
-            )
-        return _read(f"{text}.toml", _folder().joinpath(f"{text}.toml").read_bytes())
+    if not text.endswith(".toml") and text not in shipped():
+        raise ArgumentError(
+            f"cluster {text!r}: no such cluster; take one of {', '.join(shipped())}, or FILE.toml"
+        )
+    file = Path(name) if text.endswith(".toml") else _SHIPPED / f"{text}.toml"
     try:
-        content = Path(name).read_bytes()
+        cluster = msgspec.toml.decode(file.read_bytes(), type=Cluster)
     except OSError as error:
         raise ArgumentError(f"{text}: cannot be read ({error.strerror})") from None
-    return _read(text, content)
-
-
-def _folder() -> Any:
-    return resources.files(__package__)
-
-
-def _read(file: str, content: bytes) -> Cluster:
-    try:
-        cluster = msgspec.toml.decode(content, type=Cluster)
     except msgspec.ValidationError as error:
-        raise ArgumentError(f"{file}: {error}; write it as the shipped files have it") from None
+        raise ArgumentError(f"{text}: {error}; write it as the shipped files have it") from None
     except (msgspec.DecodeError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise ArgumentError(f"{file}: not TOML: {error}") from None
+        raise ArgumentError(f"{text}: not TOML: {error}") from None
     for wrong in _contradictions(cluster):
-        raise ArgumentError(f"{file}: {wrong}")
+        raise ArgumentError(f"{text}: {wrong}")
     return cluster
 
 
@@ -280,9 +270,6 @@ def _contradictions(cluster: Cluster) -> Iterator[str]:
             yield f"tiers ({tier.name}): protocols: from_bytes must grow; sort them"
 
 
-_DIGITS = 6
-
-
 def as_toml(cluster: Cluster, comments: Iterable[str] = ()) -> str:
     """The file, `comments` above it line by line. Numbers keep six digits; defaults are left out."""
     lines = [f"# {line}".rstrip() for line in comments]
@@ -305,7 +292,7 @@ def _table(data: msgspec.Struct) -> Iterator[str]:
 def _value(value: Any) -> str:
     """Strings and truth values are spelled as in JSON."""
     if isinstance(value, float):
-        return repr(float(f"{value:.{_DIGITS}g}"))
+        return repr(float(f"{value:.6g}"))
     if isinstance(value, msgspec.Struct):
         return "{ " + ", ".join(_table(value)) + " }"
     if isinstance(value, tuple):
