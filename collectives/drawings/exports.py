@@ -1,6 +1,6 @@
 """A schedule for simulators of networks: what each rank does in each round, as GOAL.
 
-GOAL text is the input of LogGOPSim and others: Hoefler, Siebert, Lumsdaine, "Group GoalMessage Assembly
+GOAL text is the input of LogGOPSim and others: Hoefler, Siebert, Lumsdaine, "Group Operation Assembly
 Language", ICPP 2009; the grammar is the one of LogGOPSim's txt2bin.
 """
 
