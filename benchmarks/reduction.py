@@ -61,7 +61,7 @@ def cases(world, heads: int, head_dim: int, schemes: list[str]) -> dict[Case, Ca
     executors = {
         "slots": lambda *what: compiled.plan(*what, nodes=nodes, oversubscribed=oversubscribed),
         "program": lambda *what: compiled.plan(*what, oversubscribed=oversubscribed),
-        "mpi": interpreter.Reducer,
+        "mpi": interpreter.InterpretedReducer,
     }
     made = libraries(world, records)
     for executor, reducer in executors.items():
