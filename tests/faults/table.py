@@ -237,7 +237,7 @@ READERS = {
 }
 SPOILED = (
     Spoiled(
-        "is cut off", _cut, (2, 7, 135), rf"not a readable|[Ss]ignal 7|Bus error|{_LAUNCHERS}",
+        "a file is cut off", _cut, (2, 7, 135), rf"not a readable|[Ss]ignal 7|Bus error|{_LAUNCHERS}",
         "`FILE: not a readable safetensors file`, or the launcher's report of signal 7: files are mapped",
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Every row of the table, done for real; `python -m tests.faults` measures how long they take."""
+"""Every row of the table, done for real; `make faults` notes how long they take."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def disk(tmp_path_factory):
 
 
 @pytest.mark.parametrize(("fault", "command", "launcher", "seed"), ROWS)
-def test_a_command(folder, fault, command, launcher, seed):
-    play.befall(fault, command, launcher, folder, seed)
+def test_a_command(folder, took, fault, command, launcher, seed):
+    took(fault.name, play.befall(fault, command, launcher, folder, seed))
 
 
 @pytest.mark.parametrize("seed", range(3 * FACTOR))
 @pytest.mark.parametrize("command", table.READERS)
 @pytest.mark.parametrize("spoiled", table.SPOILED, ids=lambda spoiled: spoiled.name)
-def test_a_file_that_is_read(folder, spoiled, command, seed):
-    play.spoil(spoiled, command, folder, seed)
+def test_a_file_that_is_read(folder, took, spoiled, command, seed):
+    took(spoiled.name, play.spoil(spoiled, command, folder, seed))
 
 
 @pytest.mark.parametrize(("grief", "phase", "launcher"), GRIEFS)
-def test_a_program(folder, grief, phase, launcher):
-    play.come_to_grief(grief, phase, launcher, folder)
+def test_a_program(folder, took, grief, phase, launcher):
+    took(grief.name, play.come_to_grief(grief, phase, launcher, folder))
 
 
 def written_files():

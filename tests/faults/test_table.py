@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import json
+import re
 
 import click
 
 from treeattn.cli import commands
 
-from . import jobs, page, table
+from . import jobs, table
 
 #: Whose faults are in tests/command/test_cache_nodes.py.
 STARTED_OTHERWISE = {"cache-node"}
@@ -63,4 +65,16 @@ def test_what_is_done_elsewhere_is_there():
 
 
 def test_the_page_shows_the_table():
-    assert page.PAGE.read_text() == page.text(page.read())
+    """And how long each row took at most."""
+    page = (jobs.ROOT / "docs/faults.md").read_text()
+    rows = json.loads((jobs.ROOT / "docs/results/faults.json").read_text())["rows"]
+    lines = [line.split(" | ") for line in re.findall(r"^\| (.*) \|$", page, re.MULTILINE)]
+    shown = {name: cells for name, *cells in lines}
+    assert f"{sum(row['jobs'] for row in rows.values())}\njobs" in page
+    assert f"{jobs.LIMIT} in these" in page
+    for row in (*table.FAULTS, *table.GRIEFS, *table.SPOILED, *table.ELSEWHERE):
+        assert row.shown == shown[row.name][0]
+        if row not in table.ELSEWHERE:
+            assert f"{rows[row.name]['seconds']:.1f} s" in shown[row.name]
+    for fault in table.FAULTS:
+        assert shown[fault.name][1::2] == [", ".join(map(str, fault.codes)), fault.kept]
