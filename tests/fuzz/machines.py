@@ -71,15 +71,19 @@ class Serving:
     def __init__(self, comm, seed):
         self.comm, self.draw = comm, np.random.default_rng(seed)
         self.batch, kv_heads = int(self.draw.integers(1, 4)), int(self.draw.integers(1, HEADS + 1))
+        values = self.draw.choice(["whole", "whole", "narrow", "latent"])
+        self.latent, self.v_dim = values == "latent", DIM if values == "whole" else 8
         kind = self.draw.choice(["contiguous", "interleaved", "zigzag", "sizes", "owners"])
         plan = {"batch": self.batch, "kv_heads": kv_heads, "head_dim": DIM, "dtype": "float64"}
         plan_trees = plan | {"heads": 2 * kv_heads, "scale": 0.3, "scheme": str(self.draw.choice(REPLICATED))}
         layout = layout_of(kind, comm.size, 60, self.draw)
-        self.cache = ShardedCache(comm, capacity=60, layout=layout, layers=2, drafts=NODES, **plan)
+        room = 5 if kind == "interleaved" else 60  # it grows
+        given = {"v_dim": self.v_dim, "latent": self.latent, "layers": 2, "drafts": NODES}
+        self.cache = ShardedCache(comm, capacity=room, layout=layout, **given, **plan)
         self.decoder = Decoder(comm, cache=self.cache.format, **plan_trees)
-        owner = str(self.draw.choice(["single", "position", "round_robin"]))
-        self.verifier = Verifier(comm, nodes=NODES, owner=owner, **plan_trees)
-        self.width = (kv_heads, 2 * DIM)
+        self.owner = str(self.draw.choice(["single", "position", "round_robin", "where they will lie"]))
+        self.verifier = Verifier(comm, nodes=NODES, **plan_trees)
+        self.width = (kv_heads, DIM if self.latent else DIM + self.v_dim)
         self.whole = [[np.zeros((0, *self.width)) for _ in range(self.batch)] for _ in "ab"]
 
     def close(self):
@@ -89,12 +93,16 @@ class Serving:
     def layers(self):
         return zip(self.cache.layers, self.whole, strict=True)
 
+    def both(self, tokens):
+        """Keys, and values where there are any of their own."""
+        return tokens[..., :DIM].copy(), None if self.latent else tokens[..., DIM:].copy()
+
     def append(self):
         room = 60 - self.cache.layers[0].totals
         counts = self.draw.integers(0, np.minimum(room, 9) + 1)
         for layer, sequences in self.layers():
             new = self.draw.standard_normal((self.batch, int(counts.max()), *self.width))
-            layer.append(new[..., :DIM].copy(), new[..., DIM:].copy(), counts)
+            layer.append(*self.both(new), counts)
             for row, count in enumerate(counts):
                 sequences[row] = np.concatenate([sequences[row], new[row, :count]])
 
@@ -125,13 +133,17 @@ class Serving:
             if lengths[row]:
                 slots = tree.path(row, int(self.draw.integers(lengths[row])))[: max(0, 60 - total)]
                 path[row, : len(slots)] = slots
-        q = self.draw.standard_normal((self.batch, NODES, 2 * self.width[0], DIM))
+        q, owner = self.draw.standard_normal((self.batch, NODES, 2 * self.width[0], DIM)), self.owner
+        if owner == "where they will lie":
+            full = self.cache.layers[0].totals.max() > 60 - NODES
+            owner = "single" if full else self.cache.owners(self.cache.draft_positions(tree))
         for layer, sequences in self.layers():
             new = self.draw.standard_normal((self.batch, NODES, *self.width))
-            drafts = new[..., :DIM].copy(), new[..., DIM:].copy()
-            context = layer.k, layer.v, *drafts, tree, layer.lengths
-            found = self.verifier(q, *context, shard_lengths=layer.shard_lengths)
-            self.compare(found, q, sequences, new, tree)
+            drafts = self.both(new)
+            if self.v_dim == DIM:
+                context = layer.k, layer.v, *drafts, tree, layer.lengths
+                found = self.verifier(q, *context, shard_lengths=layer.shard_lengths, owner=owner)
+                self.compare(found, q, sequences, new, tree)
             layer.propose(*drafts, tree)
             layer.commit(path)
             sequences[:] = [
@@ -147,7 +159,7 @@ class Serving:
             if tree is not None:
                 seen = np.concatenate([seen, tree.mask[row][None]], 2) & tree.real[row][None, :, None]
                 tokens = np.concatenate([tokens, drafts[row]])
-            k, v = tokens[None, ..., :DIM], tokens[None, ..., DIM:]
+            k, v = tokens[None, ..., :DIM], tokens[None, ..., :8] if self.latent else tokens[None, ..., DIM:]
             wanted, _ = reference.attention(q[row : row + 1], k, v, scale=0.3, seen=seen)
             np.testing.assert_allclose(out[row : row + 1], wanted, rtol=0, atol=1e-11)
 

@@ -1,4 +1,4 @@
-"""The sharded cache over real ranks: what a decoder reads of it, whatever was done to it."""
+"""Sharded caches over MPI: what ranks must agree about, and what some of them write for others to read."""
 
 from __future__ import annotations
 
@@ -8,45 +8,35 @@ import pytest
 from treeattn import Decoder, ShardedCache, reference
 from treeattn.errors import ArgumentError
 
-HEADS, DIM = 2, 16
+PLAN = {"kv_heads": 2, "head_dim": 16, "dtype": "float32"}
+TOKENS = np.random.default_rng(1).standard_normal((3, 2, 1, 23, 2, 16)).astype(np.float32)  # layers, k and v
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "interleaved", "drawn"])
-@pytest.mark.parametrize("latent", [False, True])
-def test_a_decoder_reads_what_is_there(comm, layout, latent):
-    """After drawn appends, selects and rollbacks, in two layers of one plan; the interleaved cache grows."""
-    draw, batch, capacity, v_dim = np.random.default_rng(3), 3, 40, 8
-    where = draw.integers(0, comm.size, capacity) if layout == "drawn" else layout
-    plan = {"batch": batch, "kv_heads": 1 if latent else HEADS, "head_dim": DIM, "dtype": "float64"}
-    cache = ShardedCache(
-        comm, capacity=5 if layout == "interleaved" else capacity, layout=where, layers=2, v_dim=v_dim,
-        latent=latent, **plan,
-    )  # fmt: skip
-    whole = [[np.zeros((0, plan["kv_heads"], DIM + v_dim)) for _ in range(batch)] for _ in cache.layers]
-    with Decoder(comm, heads=HEADS, scale=0.3, cache=cache.format, **plan) as decoder:
-        for _ in range(6):
-            counts = draw.integers(0, 7, batch)
-            rows, back = draw.integers(0, batch, batch), draw.integers(0, 4, batch)
-            for layer, sequences in zip(cache.layers, whole, strict=True):
-                new = draw.standard_normal((batch, int(counts.max()), plan["kv_heads"], DIM + v_dim))
-                layer.append(new[..., :DIM].copy(), None if latent else new[..., DIM:].copy(), counts)
-                layer.select(rows)
-                layer.rollback(np.maximum(layer.totals - back, 0))
-                longer = [np.concatenate([sequences[row], new[row, : counts[row]]]) for row in range(batch)]
-                chosen = [longer[row] for row in rows]
-                sequences[:] = [one[: max(0, len(one) - n)] for one, n in zip(chosen, back, strict=True)]
-            q = draw.standard_normal((batch, 1, HEADS, DIM))
-            for layer, sequences in zip(cache.layers, whole, strict=True):
-                assert layer.totals.tolist() == list(map(len, sequences))
-                for out, _ in (decoder(q, layer.shard), decoder(q, layer.k, layer.v, layer.lengths)):
-                    for row, tokens in enumerate(sequences):
-                        if not len(tokens):
-                            assert not out[row].any()
-                            continue
-                        k, v = tokens[None, ..., :DIM], tokens[None, ..., DIM:]
-                        v = k[..., :v_dim] if latent else v
-                        wanted, _ = reference.attention(q[row : row + 1], k, v, scale=0.3)
-                        np.testing.assert_allclose(out[row : row + 1], wanted, rtol=0, atol=1e-12)
+@pytest.fixture
+def directory(comm, tmp_path):
+    return comm.bcast(tmp_path / "cache")
+
+
+def test_other_ranks_in_another_layout_go_on(comm, directory):
+    """The first ranks of the job write, all of them read, the last of them as well."""
+    writers = comm.Split(int(comm.rank > comm.size // 2), comm.rank)
+    if comm.rank <= comm.size // 2:
+        cache = ShardedCache(writers, capacity=30, layout="zigzag", layers=3, **PLAN)
+        for layer, (k, v) in zip(cache.layers, TOKENS, strict=True):
+            layer.append(k, v)
+        cache.save(directory)
+    comm.Barrier()
+    writers.Free()
+    cache = ShardedCache.load(directory, comm)
+    assert cache.totals.tolist() == [23]
+    q = np.random.default_rng(2).standard_normal((1, 1, 4, 16)).astype(np.float32)
+    with Decoder(comm, heads=4, cache=cache.format, **PLAN) as decoder:
+        for layer, (k, v) in zip(cache.layers, TOKENS, strict=True):
+            layer.append(k[:, :2], v[:, :2])
+            out, _ = decoder(q, layer.shard)
+            longer = (np.concatenate([array, array[:, :2]], 1) for array in (k, v))
+            wanted, _ = reference.attention(q, *longer, scale=0.25)
+            np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
 
 
 def test_what_ranks_disagree_about(comm):

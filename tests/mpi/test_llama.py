@@ -209,19 +209,6 @@ def poisoned(directory, copy, read):
         path.write_bytes(data)
 
 
-REFUSED = [
-    ({"prompt": []}, "at least one token"),
-    ({"prompt": [3, 256]}, "the prompt has token 256, the model's vocabulary ends at 255"),
-    ({"prompt": [-3, 1]}, "the prompt has token -3, the model's vocabulary ends at 255"),
-    ({"prompt": [1.5]}, "the prompt has float64: token numbers are whole"),
-    ({"capacity": 5000}, "the model was made for at most 4096"),
-    ({"prompt": [3, 4], "capacity": 1}, "room for 1"),
-    ({"scheme": "nonsense"}, "there is no scheme 'nonsense'"),
-    ({"scheme": ""}, "there is no scheme ''"),
-    ({"drafts": 5, "scheme": "kv_ring"}, "attends while it communicates"),
-]
-
-
 def test_ranks_must_agree(comm, tied, tmp_path):
     """Also where nodes have copies of a directory: what every rank has whole tells them apart."""
     if comm.size == 1:

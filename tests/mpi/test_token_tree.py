@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-import treeattn
 from tests.support.ranks import assert_same_bits, raised_by_all
 from tests.support.token_trees import DTYPES, Case
-from treeattn import reference
 from treeattn.token_tree import (
     TokenTree,
     Verifier,
@@ -98,63 +96,6 @@ def test_the_message_is_the_records_alone(comm, scheme):
         sent = verifier.decoder.sent
     wanted = {nodes * heads * (head_dim + 2) * 4} if comm.size > 1 else set()
     assert {size for _, size in sent} == wanted
-
-
-def model(seed, batch, vocabulary, positions, shape):
-    """Keys, values and queries of each token at each position, and what a model says after an output."""
-    draw = np.random.default_rng(seed)
-    tables = draw.standard_normal((3, batch, positions, vocabulary, *shape))
-    head = draw.standard_normal((shape[0] * shape[1], vocabulary))
-    return tables, lambda out: (out.reshape(*out.shape[:-2], -1) @ head).argmax(-1)
-
-
-@pytest.mark.parametrize(
-    ("layout", "owner"),
-    [("contiguous", "single"), ("interleaved", "where they will lie"), ("drawn", "where they will lie")],
-)
-def test_speculating_with_a_cache_is_decoding_token_by_token(comm, layout, owner):
-    """Verify, accept, commit, again: the tokens are those of one dense run over the whole sequence."""
-    batch, vocabulary, capacity, heads, dim = 2, 3, 48, 2, 8
-    (q_of, k_of, v_of), says = model(5, batch, vocabulary, capacity, (heads, dim))
-    shared, rows = np.random.default_rng(17), np.arange(batch)
-    where = shared.integers(0, comm.size, capacity) if layout == "drawn" else layout
-    plan = {"batch": batch, "kv_heads": heads, "head_dim": dim, "dtype": "float64"}
-    cache = treeattn.ShardedCache(comm, capacity=capacity, layout=where, drafts=40, **plan)
-    kept_drafts = 0
-    said = [[0], [1]]  # the last token of each has no keys and values yet
-    for _ in range(6):
-        beams = np.concatenate(
-            [
-                np.array([row[-1] for row in said])[:, None, None].repeat(4, 1),
-                shared.integers(0, 3, (batch, 4, 3)),
-            ],
-            2,
-        )
-        tree = TokenTree.from_beams(beams)
-        stands = cache.draft_positions(tree)
-        q, k, v = (table[rows[:, None], stands, tree.tokens] for table in (q_of, k_of, v_of))
-        owners = "single" if owner == "single" else cache.owners(stands)
-        with Verifier(comm, heads=heads, nodes=tree.nodes, **plan) as verifier:
-            out, _ = verifier(
-                *(q, cache.k, cache.v, k, v, tree, cache.lengths),
-                shard_lengths=cache.shard_lengths, owner=owners,
-            )  # fmt: skip
-        accepted = accept_greedy(tree, says(out), comm=comm)
-        kept_drafts += int((accepted.counts - 1).sum())
-        cache.propose(k, v, tree)
-        cache.commit(accepted.path)
-        for row in range(batch):
-            kept = accepted.path[row, 1 : accepted.counts[row]]
-            said[row] += [*tree.tokens[row, kept].tolist(), int(accepted.next_tokens[row])]
-        assert cache.totals.tolist() == [len(row) - 1 for row in said]
-    assert kept_drafts > 3
-    for row in range(batch):
-        for length in range(1, len(said[row])):
-            places, tokens = np.arange(length), said[row][:length]
-            k, v = (table[row, places, tokens][None] for table in (k_of, v_of))
-            q = q_of[row, length - 1, said[row][length - 1]][None, None]
-            out, _ = reference.attention(q, k, v, scale=dim**-0.5)
-            assert says(out)[0, 0] == said[row][length]
 
 
 def verified(comm, **changes):

@@ -163,61 +163,6 @@ def test_a_result_is_a_function_of_the_set_of_tokens(seed, whole_blocks, monkeyp
             assert got.tobytes() == one.tobytes(), (problem.kind, size, layout, scheme, rank)
 
 
-def lanes_folded_from_the_other_end(q, k):
-    lanes = np.zeros((len(k), 16), np.float32)
-    for d in range(0, k.shape[1], 16):
-        part = slice(d, min(d + 16, k.shape[1]))
-        lanes[:, : part.stop - d] = bins._fma(k[:, part], q[part], lanes[:, : part.stop - d])
-    for _ in range(4):
-        lanes = lanes[:, ::2] + lanes[:, 1::2]
-    return lanes[:, 0]
-
-
-def ties_away_from_even(x, unit, top):
-    x = np.ldexp(x, np.clip(unit - bins.STEP * top, -1000, 900))
-    upper = np.floor(x + 0.5)
-    return upper.astype(np.int64), np.floor((x - upper) * 2.0**bins.STEP + 0.5).astype(np.int64)
-
-
-def rounded_into_a_running_sum(x, unit, top):
-    sums = np.cumsum(np.ldexp(x, np.clip(unit - bins.STEP * top, -1000, 900)), axis=0)
-    upper = np.rint(sums)
-    lower = np.rint((sums - upper) * 2.0**bins.STEP)
-    return tuple(
-        np.diff(part.astype(np.int64), axis=0, prepend=part[:1].astype(np.int64) * 0)
-        for part in (upper, lower)
-    )
-
-
-def tops_a_bit_too_high(exponents):
-    weight, value = exponents[..., 0].astype(np.int64), exponents[..., 1].astype(np.int64)
-    return -(-np.stack((weight + 1, weight + value + 2), axis=-1) // bins.STEP) - 1
-
-
-@pytest.mark.parametrize(
-    ("name", "fault"),
-    [
-        ("_scores", lanes_folded_from_the_other_end),
-        ("_slices", ties_away_from_even),
-        ("_slices", rounded_into_a_running_sum),
-        ("_tops", tops_a_bit_too_high),
-    ],
-)
-def test_a_planted_fault_is_caught(name, fault, monkeypatch):
-    """In one implementation of two, by the problems that the test above draws."""
-    caught = False
-    for seed in range(60):
-        problem = drawn(np.random.default_rng([23, seed]), ruled=False)
-        everything = np.arange(problem.context), np.arange(0)
-        with monkeypatch.context() as patch:
-            sound = records_of(problem, everything, isas()[0], patch)
-            patch.setattr(bins, name, fault)
-            caught |= (records_of(problem, everything, "numpy", patch) != sound).any()
-        if caught:
-            return
-    raise AssertionError(f"{fault.__name__} went unnoticed")
-
-
 @pytest.mark.parametrize("blocks", [None, np.zeros(3, int)])
 @pytest.mark.parametrize("bad", [np.inf, np.nan])
 def test_what_is_not_finite_leaves_no_sums(bad, blocks):

@@ -23,6 +23,9 @@ PAGES = [
 ]
 
 
+RESULTS = sorted(path for path in (ROOT / "docs/results").rglob("*") if path.suffix in (".json", ".jsonl"))
+
+
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(), re.MULTILINE | re.DOTALL)
 
@@ -142,6 +145,21 @@ def test_a_table_of_other_than_one_case_is_refused(fill_tables, tmp_path):
     path.write_text(lines + lines.replace('"batch":1', '"batch":2'))
     with pytest.raises(ValueError, match="has not one case"):
         fill_tables.filled(f"<!-- compare {path} -->\n<!-- end -->")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "block", "cyclic"),
+    [("chain", 6, 14), ("k_nomial_tree", 4, 4), ("hierarchical", 2, 2), ("bine", 2, 3), ("ring", 7, 14)],
+)
+def test_messages_in_a_row_are_those_counted_by_hand(fill_tables, scheme, block, cyclic):
+    for where, many in (("block", block), ("cyclic", cyclic)):
+        assert fill_tables.in_a_row(fill_tables.summaries(f"cluster_{where}.jsonl")[scheme]) == many
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_results_come_from_a_clean_commit(path):
+    """A number that nobody can measure again, since its sources were never committed, is no result."""
+    assert b"+dirty" not in path.read_bytes()
 
 
 def test_a_table_shows_the_rows_and_columns_that_are_named(fill_tables, tmp_path, monkeypatch):
