@@ -85,14 +85,8 @@ def test_a_cluster_whose_first_process_is_killed(cluster):
 
 def test_nothing_is_left_after_the_time_limit(cluster, mpi):
     before = outside()
-    command = ("--", mpi / "mpiexec", "-n", 2, mpi / "python", PROGRAMS / "wait_to_be_ended.py")
-    words = [
-        sys.executable,
-        str(PROGRAMS.parents[2] / "jobs/emulated_cluster"),
-        "--nodes",
-        "2",
-        *map(str, command),
-    ]
+    command = (mpi / "mpiexec", "-n", 2, mpi / "python", PROGRAMS / "wait_to_be_ended.py")
+    words = [*map(str, (sys.executable, SCRIPT, "--nodes", 2, "--", *command))]
     done = subprocess.run(["timeout", "5", *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 124
     told = json.loads(done.stdout.splitlines()[0])
@@ -119,31 +113,25 @@ def test_an_abort_on_another_node_ends_the_job_and_the_cluster(cluster, mpi):
     assert done.returncode == 5, done.stderr
 
 
-def test_a_command_that_a_signal_ended(cluster):
-    assert cluster.run("--nodes", 1, "--", "sh", "-c", "kill -TERM $$").returncode == 128 + signal.SIGTERM
-
-
 def test_the_command_may_be_signalled_as_it_may_outside(cluster):
     look = ("grep", "-E", "SigIgn|SigBlk", "/proc/self/status")
     outside_it = subprocess.run(look, capture_output=True, text=True)
     assert cluster.run("--nodes", 1, "--", *look).stdout == outside_it.stdout
 
 
-def test_a_command_that_is_not_there(cluster):
-    done = cluster.run("--nodes", 1, "--", "no-such-command")
-    assert done.returncode == 127
-    assert "no-such-command" in done.stderr
-
-
-def test_it_runs_where_it_was_started(cluster):
-    done = cluster.run("--nodes", 1, "--", "sh", "-c", "pwd; cat VERSION-OF-NOTHING; ls setup.cfg")
-    assert done.stdout.split() == [os.getcwd(), "setup.cfg"]
-
-
-def test_remote_shell_names_a_missing_node(cluster):
-    done = cluster.run("--nodes", 1, "--", "/dev/shm/cluster/remote_shell", "node7", "hostname")
-    assert done.returncode == 255
-    assert "no node node7" in done.stderr
+@pytest.mark.parametrize(
+    ("command", "code", "said"),
+    [
+        (("sh", "-c", "kill -TERM $$"), 128 + signal.SIGTERM, ""),
+        (("no-such-command",), 127, "no-such-command"),
+        (("/dev/shm/cluster/remote_shell", "node7", "hostname"), 255, "no node node7"),
+        (("sh", "-c", f"[ $PWD = {os.getcwd()} ] && ls setup.cfg"), 0, ""),  # where it was started
+    ],
+)
+def test_how_commands_end(cluster, command, code, said):
+    done = cluster.run("--nodes", 1, "--", *command)
+    assert done.returncode == code, done.stderr
+    assert said in done.stderr
 
 
 def test_losing_the_delay_ends_the_cluster_with_the_reason(cluster, delays):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from treeattn import collectives
 
 pytestmark = pytest.mark.mpi
 
-DATA = Path(__file__).parent.parent / "data"
 SCHEDULES = collectives.names("schedule")
 REPLICATED = [name for name in SCHEDULES if collectives.build(name, 4).result == "replicated"]
 
@@ -35,8 +33,7 @@ def test_query_of_one_rank_counts(comm):
     assert_exact((out, lse), q, k, v, scale=1 / 8)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("heads", [1, 6, 16])
+@pytest.mark.parametrize(("heads", "batch"), [(1, 1), (6, 3), (16, 1)])
 def test_scattered_output_is_this_ranks_slice_of_heads(comm, heads, batch):
     q, k, v, run = made_up(comm, tokens=40, batch=batch, queries=2, heads=heads, kv_heads=1)
     sliced = treeattn.Reduction("head_scatter", output="heads")
@@ -45,12 +42,6 @@ def test_scattered_output_is_this_ranks_slice_of_heads(comm, heads, batch):
     assert out.shape == (batch, 2, own.stop - own.start, 64)
     if own.stop > own.start:
         assert_exact((out, lse), q[:, :, own], k, v, scale=1 / 8)
-    with pytest.raises(treeattn.RestrictionError, match="output='heads'"):
-        treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme="head_scatter")
-    with pytest.raises(treeattn.RestrictionError, match="head_scatter"):
-        treeattn.decode(
-            q, k[:, run], v[:, run], comm=comm, scheme=treeattn.Reduction("chain", output="heads")
-        )
 
 
 @pytest.mark.parametrize("executor", ["mpi", "program", None])
@@ -91,10 +82,6 @@ def test_output_at_the_root_of_a_call(comm):
         treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=mine)
     how = treeattn.Reduction(mine, output="root")
     assert (treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=how)[0] is None) == (comm.rank > 0)
-    for scheme in ("head_scatter", "mpi_allreduce", "kv_ring", "head_all_to_all"):
-        how = treeattn.Reduction(scheme, output="root")
-        with pytest.raises(treeattn.RestrictionError, match=f"{scheme} (leaves each rank|is no schedule)"):
-            treeattn.decode(q, k[:, run], v[:, run], comm=comm, scheme=how)
 
 
 def test_a_schedule_of_ones_own_is_a_scheme(comm):

@@ -57,16 +57,6 @@ def two_nodes(comm, monkeypatch):
     monkeypatch.setattr(communicators, "node_groups", lambda comm: nodes)
 
 
-@pytest.fixture
-def refuses():
-    """Something that fails on the GPU."""
-
-    def full(*_):
-        raise treeattn.BackendError("out of GPU memory")
-
-    return full
-
-
 def shard(comm, case=CASE):
     """q and this rank's part of k and v."""
     q, k, v, _, _ = case.inputs()
@@ -266,26 +256,25 @@ def test_nccl_allreduce_is_exact(comm, runtime, nccl_communicators, scheme):
 # What all ranks are told
 
 
-def test_ranks_share_what_is_wrong(comm, runtime, refuses, monkeypatch):
-    """One rank without memory, a GPU, or the compiled operator: every rank raises the same."""
-    last = comm.rank == comm.size - 1
+@pytest.mark.parametrize(
+    ("place", "name", "said", "scheme"),
+    [
+        (cpu.MergeOperator, "mpi_function", "no C compiler", "mpi_allreduce"),
+        ("runtime", "empty", "out of GPU memory", None),
+        (cupy_runtime, "current", "out of GPU memory", None),
+    ],
+)
+def test_what_one_rank_lacks_is_told_by_all(comm, runtime, monkeypatch, place, name, said, scheme):
+    """Memory, a GPU, or the compiled operator."""
 
-    def none(*_):
-        raise treeattn.BackendError("no C compiler")
+    def fails(*_):
+        raise treeattn.BackendError(said)
 
-    with monkeypatch.context() as patch:
-        if last:
-            patch.setattr(cpu.MergeOperator, "mpi_function", none)
-        with pytest.raises(treeattn.BackendError, match="no C compiler"):
-            decoder_of(comm, scheme="mpi_allreduce", transport="host")
-    if last:
-        monkeypatch.setattr(runtime, "empty", refuses)
-    with pytest.raises(treeattn.BackendError, match="out of GPU memory"):
-        decoder_of(comm, transport="host")
-    if last:
-        monkeypatch.setattr(cupy_runtime, "current", refuses)
-    with pytest.raises(treeattn.BackendError, match="out of GPU memory"):
-        treeattn.decode(*shard(comm), comm=comm, device="cuda", scheme=Reduction(transport="host"))
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(runtime if place == "runtime" else place, name, fails)
+    how = Reduction(scheme, transport="host")
+    with pytest.raises(treeattn.BackendError, match=said):
+        treeattn.decode(*shard(comm), comm=comm, device="cuda", scheme=how)
 
 
 @pytest.mark.parametrize(("name", "rank"), [("to_host", 0), ("from_host", -1)])
@@ -359,7 +348,7 @@ def test_an_nccl_that_lacks_or_differs_on_one_rank_is_told_by_all(comm, runtime,
 
 @pytest.mark.parametrize("transport", ["nccl", "cuda-mpi"])
 def test_no_room_for_messages_on_one_rank_is_told_by_all(
-    comm, runtime, refuses, nccl_communicators, monkeypatch, transport
+    comm, runtime, nccl_communicators, monkeypatch, transport
 ):
     """What is allocated while the reduction is planned, after NCCL has connected."""
     monkeypatch.setattr(library, "cuda_aware", lambda: True)
@@ -370,7 +359,7 @@ def test_no_room_for_messages_on_one_rank_is_told_by_all(
     def few(shape, dtype):
         sizes.append(shape)
         if len(sizes) > 3 and comm.rank == 0:  # records, out and lse fit
-            refuses()
+            raise treeattn.BackendError("out of GPU memory")
         return np.empty(shape, dtype)
 
     monkeypatch.setattr(runtime, "empty", few)

@@ -49,14 +49,6 @@ def test_logits_and_tokens_are_hugging_faces(comm, written, name, sharded):
             logits = session.step(int(token))
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_a_prompt_of_fewer_tokens_than_ranks(comm, written, sharded):
-    model = Llama(written("biases"), comm if sharded else None, device="cuda")
-    with Session(comm, model, PROMPT[:2], capacity=9, scheme=HOST[sharded]) as session:
-        session.prefill()
-        assert_logits(session.step(PROMPT[2]), GOLDEN["biases.short"])
-
-
 @pytest.mark.parametrize("scheme", ["recursive_doubling", "nccl_allreduce"])
 def test_records_travel_over_nccl(comm, written, nccl_communicators, scheme):
     directory = written("tied")

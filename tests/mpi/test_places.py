@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from math import prod
 
-import numpy as np
 import pytest
 
 from tests.support.machine import CORES, machine
@@ -25,14 +24,6 @@ def test_every_rank_finds_the_same_places(comm):
     assert len(set(places)) == comm.size
     for node in found.nodes:
         assert len({places[rank] // slots for rank in node}) == 1
-
-
-def problem(comm):
-    rng = np.random.default_rng(7)
-    q = rng.standard_normal((1, 1, 4, 8), np.float32)
-    k, v = (rng.standard_normal((1, 6 * comm.size, 2, 8), np.float32) for _ in range(2))
-    mine = slice(6 * comm.rank, 6 * comm.rank + 6)
-    return q, k[:, mine], v[:, mine]
 
 
 @pytest.fixture

@@ -2,80 +2,72 @@
 
 from __future__ import annotations
 
-import ml_dtypes
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import treeattn
+from tests.support.problems import draw
 from tests.support.ranks import raised_by_all
-from treeattn import Rules, reference
+from treeattn import Rules
 from treeattn.errors import ArgumentError
+from treeattn.shards import parse_layout
 
 pytestmark = pytest.mark.mpi
 
 
-def drawn(comm, seed):
-    """Whole q, k, v of a problem, their positions on each rank, and what is passed beside them."""
-    draw = np.random.default_rng(seed)
-    batch, kv_heads, tokens = (int(draw.integers(1, most)) for most in (4, 4, 40))
-    heads, head_dim, v_dim = kv_heads * int(draw.integers(1, 4)), *(int(n) for n in draw.choice([8, 16], 2))
-    dtype = draw.choice([np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
-    arrays = [
-        draw.standard_normal((batch, tokens, *axes)).astype(dtype)
-        for axes in ((heads, head_dim), (kv_heads, head_dim), (kv_heads, v_dim))
-    ]
-    owners = draw.integers(0, comm.size, tokens)
-    layout = [None, "zigzag", "interleaved", "drawn"][draw.integers(4)]
-    if layout == "drawn":
-        own = positions = np.flatnonzero(owners == comm.rank)
-    else:
-        rule = treeattn.shards.parse_layout(layout or "contiguous")
-        own = np.concatenate([np.arange(tokens)[run] for run in rule.runs(tokens, comm.rank, comm.size)])
-        positions = layout
-    rules = [
-        {"causal": True},
-        {"causal": True, "window": (int(draw.integers(0, 9)), None), "leading": int(draw.integers(3))},
-        {"causal": True, "softcap": 2.0, "alibi": draw.random(heads)},
-        {"causal": True, "sink_logits": draw.standard_normal(heads)},
-        {"window": (3, 5)},
-    ][draw.integers(5)]
-    begins = draw.integers(0, tokens, batch) if draw.integers(2) else None
-    return arrays, own, {"positions": positions, "rules": Rules(**rules), "begins": begins}
+@pytest.fixture
+def drawn(comm):
+    """Called with a seed: a case with a query for each token, this rank's tokens, and what goes beside them."""
+
+    def drawn(seed):
+        case = draw(seed, comm.size)
+        tokens = case.k.shape[1] % 131  # a query each
+        runs = [run.indices(tokens) for run in case.runs[comm.rank]]
+        own = np.concatenate([np.zeros(0, int), *(np.arange(tokens)[slice(*run)] for run in runs)])
+        k, v = case.k[:, :tokens], case.v[:, :tokens]
+        q = np.repeat(k, case.q.shape[2] // k.shape[2], axis=2)[..., ::-1].copy()
+        rest = {
+            "q_positions": np.arange(tokens),
+            "valid": [tokens] * len(k),
+            "mask": np.zeros((len(k), tokens, 0), bool),
+        }
+        none = {
+            "drafts": tuple(one[:, :0] for one in case.drafts),
+            "draft_positions": np.zeros((len(k), 0), int),
+        }
+        case = replace(case, q=q, k=k, v=v, **rest, **none)
+        given = {"positions": own, "rules": Rules(**case.rules), "begins": case.begins, "scale": case.scale}
+        return case, own, given
+
+    return drawn
 
 
-def test_reproducible_queries_have_the_bits_of_one_rank(comm):
-    for seed in range(8):
-        arrays, own, options = drawn(comm, seed)
-        arrays = [array.astype(np.float32) if array.dtype == np.float64 else array for array in arrays]
-        how = {"comm": comm, "scale": 0.3, "reproducible": "tokens"}
-        out, lse = treeattn.prefill(*(array[:, own] for array in arrays), **how, **options)
-        alone = how | {"comm": MPI.COMM_SELF}
-        whole, whole_lse = treeattn.prefill(*arrays, **alone, **(options | {"positions": None}))
+def test_every_query_sees_what_the_rules_let_it_see(comm, drawn):
+    for seed in range(20):
+        case, own, given = drawn(seed)
+        arrays = [array[:, own] for array in (case.q, case.k, case.v)]
+        got = treeattn.prefill(*arrays, comm=comm, **given)
+        out, lse, *bounds = case.expected()
+        for one, wanted, bound in zip(got, (out[:, own], lse[..., own]), bounds, strict=True):
+            np.testing.assert_allclose(one, wanted, rtol=0, atol=bound)
+
+
+@pytest.mark.parametrize("layout", [None, "zigzag", "interleaved"])
+def test_reproducible_queries_have_the_bits_of_one_rank(comm, drawn, layout):
+    """Over tokens dealt out by a rule."""
+    for seed in (2, 5, 7, 13):
+        case, _, given = drawn(seed)
+        arrays = [array.astype(np.float32) for array in (case.q, case.k, case.v)]
+        runs = parse_layout(layout or "contiguous").runs(case.k.shape[1], comm.rank, comm.size)
+        own = np.concatenate([np.arange(case.k.shape[1])[run] for run in runs])
+        given |= {"reproducible": "tokens", "positions": layout}
+        out, lse = treeattn.prefill(*(array[:, own] for array in arrays), comm=comm, **given)
+        whole, whole_lse = treeattn.prefill(*arrays, comm=MPI.COMM_SELF, **given | {"positions": None})
         assert out.tobytes() == whole[:, own].tobytes()
         assert lse.tobytes() == whole_lse[..., own].tobytes()
-
-
-def test_every_query_sees_what_the_rules_let_it_see(comm):
-    for seed in range(12):
-        arrays, own, options = drawn(comm, seed)
-        q, k, v = arrays
-        out, lse = treeattn.prefill(*(array[:, own] for array in arrays), comm=comm, scale=0.3, **options)
-        places, rules = np.arange(q.shape[1]), options["rules"]
-        given = {name: getattr(rules, name) for name in ("causal", "window", "leading")}
-        begins = 0 if options["begins"] is None else options["begins"]
-        seen = reference.seen(places, np.broadcast_to(places, q.shape[:2]), begins=begins, **given)
-        extra = {"softcap": rules.softcap, "alibi": rules.alibi}
-        if rules.alibi is not None:
-            extra["distance"] = np.broadcast_to(places[:, None] - places, (len(q), len(places), len(places)))
-        part = reference.partial(q, k, v, scale=0.3, seen=seen, **extra)
-        parts = [part] if rules.sink_logits is None else [part, reference.sink(part, rules.sink_logits)]
-        wanted, bounds = reference.combine(parts), reference.error_bounds(parts)
-        for got, whole, bound in zip((out, lse), wanted, bounds, strict=True):
-            rows = np.take(whole, own, 1 if got is out else 2)
-            finite = np.isfinite(rows)
-            np.testing.assert_array_equal(np.isfinite(got), finite)
-            np.testing.assert_allclose(got[finite], rows[finite], rtol=0, atol=bound)
 
 
 def test_what_cannot_be_is_told_by_all(comm):

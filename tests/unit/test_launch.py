@@ -65,39 +65,18 @@ def test_rank_and_size_that_were_announced(variables, announced):
     assert launch.launched_as(variables) == announced
 
 
-@pytest.mark.parametrize(
-    ("variables", "what", "remedy"),
-    [
-        (SRUN, "the launcher started 8 processes but", "srun --mpi=pmi2 for MPICH"),
-        ({**SRUN, "PMI_RANK": "0", "PMI_SIZE": "8"}, "8 processes but", "--mpi=pmix for Open MPI"),
-        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, "4 processes but MPI sees one", "use the mpiexec of that one"),
-        (
-            {"MPI_LOCALNRANKS": "2", "PMI_RANK": "0", "PMI_SIZE": "4", **SRUN},
-            "4 processes but MPI sees one",
-            "use the mpiexec of that one",
-        ),
-        (
-            {"APPTAINER_CONTAINER": "/x.sif", "PMI_RANK": "0", "PMI_SIZE": "4"},
-            "4 processes in a container (Apptainer) but",
-            "the same MPI within the container",
-        ),
-    ],
-)
-def test_a_process_that_mpi_finds_alone(variables, what, remedy, environment, monkeypatch):
-    environment(**variables)
-    problem = launch.problem()
-    assert problem is not None
-    assert what in problem[0]
-    assert remedy in problem[1]
+@pytest.fixture
+def above(monkeypatch):
+    """Called with the environments of processes 100, 101, .. above this one, and the names of some."""
 
+    def above(*environments, names=(), started=()):
+        told = dict(enumerate(environments, 100))
+        monkeypatch.setattr(launch, "_above", lambda: iter(told))
+        monkeypatch.setattr(launch, "_environment", lambda process: told[process])
+        monkeypatch.setattr(launch, "_name", lambda process: dict(names).get(process, "sh"))
+        monkeypatch.setattr(launch, "_started_by", lambda process: started)
 
-def above(monkeypatch, *environments: dict[str, str], names: dict[int, str] | None = None) -> None:
-    """Processes 100, 101, .. stand above this one."""
-    told = dict(enumerate(environments, 100))
-    monkeypatch.setattr(launch, "_above", lambda: iter(told))
-    monkeypatch.setattr(launch, "_environment", lambda process: told[process])
-    monkeypatch.setattr(launch, "_name", lambda process: (names or {}).get(process, "sh"))
-    monkeypatch.setattr(launch, "container", lambda: None)
+    return above
 
 
 @pytest.mark.parametrize(
@@ -118,28 +97,51 @@ def above(monkeypatch, *environments: dict[str, str], names: dict[int, str] | No
         ({**TORCHRUN, **SRUN}, [], (), ("torchrun", 1, 2)),  # where no other process is to be seen
     ],
 )
-def test_the_innermost_launcher_counts(own, environments, python, launched, environment, monkeypatch):
+def test_the_innermost_launcher_counts(own, environments, python, launched, environment, above, monkeypatch):
     environment(**own)
-    above(monkeypatch, *environments)
+    above(*environments)
     monkeypatch.setattr(launch, "_runs_python", lambda process: process in python)
     assert launch.launched() == launched
 
 
-def test_more_were_started_than_the_world_holds(environment, monkeypatch):
-    environment(**SRUN)
-    above(monkeypatch, {})
-    assert (launch.problem(2) or ("",))[0] == "the launcher started 8 processes but MPI sees 2"
-    assert launch.problem(8) is None
-    assert launch.problem(9) is None  # components of one job, each of which has a number of its own
+MISSING = "the launcher's environment does not arrive here: pass it on (no --cleanenv, no env -i)"
+ANOTHER = "use the mpiexec of that one"
+THREE = {"started": [7, 8, 9]}
 
 
-def test_the_remedy_of_torchrun(environment, monkeypatch):
-    environment(**TORCHRUN)
-    above(monkeypatch, {})
-    assert launch.problem() == (
-        "torchrun started 2 processes, and this one is in no process group",
-        "call torch.distributed.init_process_group first, or pass comm=",
-    )
+@pytest.mark.parametrize(
+    ("own", "environments", "more", "ranks", "said"),
+    [
+        (SRUN, [], {}, 1, ("the launcher started 8 processes but MPI sees one", "srun --mpi=pmi2 for MPICH")),
+        ({**SRUN, "PMI_RANK": "0", "PMI_SIZE": "8"}, [], {}, 1, ("8 processes but", "--mpi=pmix for Open")),
+        ({"PMI_RANK": "0", "PMI_SIZE": "4"}, [], {}, 1, ("4 processes but MPI sees one", ANOTHER)),
+        ({**SRUN, **MPIEXEC, "MPI_LOCALNRANKS": "2"}, [], {}, 1, ("3 processes but MPI sees one", ANOTHER)),
+        ({**MPIEXEC, "APPTAINER_CONTAINER": "/x.sif"}, [], {}, 1,
+         ("3 processes in a container (Apptainer) but", "the same MPI within the container")),
+        (SRUN, [{}], {}, 2, ("the launcher started 8 processes but MPI sees 2", "srun --mpi=pmi2")),
+        (SRUN, [{}], {}, 8, None),
+        (SRUN, [{}], {}, 9, None),  # components of one job, each of which has a number of its own
+        (TORCHRUN, [{}], {}, 1, ("torchrun started 2 processes, and this one is in no process group",
+                                 "call torch.distributed.init_process_group first, or pass comm=")),
+        ({}, [{"HOME": "/"}, SRUN], {}, 1, ("one of 8 processes, each of which would be rank 0", MISSING)),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1"}, [{"PMI_RANK": "0", "PMI_SIZE": "1"}], {}, 1, None),
+        # Out of a user namespace, as containers without root have it, only the names of processes show.
+        *(({}, [{}, {}], {"names": {101: name}, **THREE}, 1, ("one of 3 processes, each", MISSING))
+          for name in ("hydra_pmi_proxy", "prted", "slurmstepd")),
+        ({}, [{}, {}], {"names": {101: "prted"}, "started": [7]}, 1, None),
+        # mpiexec -n 1 of Open MPI in a job of two nodes: srun, for the agent of the other one, is its child.
+        ({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "1"}, [{}], {"names": {100: "prterun"}, **THREE}, 1, None),
+    ],
+)  # fmt: skip
+def test_a_process_that_mpi_does_not_find_as_it_was_started(
+    own, environments, more, ranks, said, environment, above
+):
+    environment(**own)
+    above(*environments, **more)
+    problem = launch.problem(ranks)
+    assert (problem is None) == (said is None)
+    for text, words in zip(problem or (), said or (), strict=True):
+        assert words in text
 
 
 def test_a_process_of_python_is_known_as_such():
@@ -147,32 +149,6 @@ def test_a_process_of_python_is_known_as_such():
     with subprocess.Popen(["sleep", "60"]) as started:
         assert not launch._runs_python(started.pid)
         started.kill()
-
-
-def test_what_a_launcher_told_the_process_above(environment, monkeypatch):
-    environment()
-    above(monkeypatch, {"HOME": "/"}, SRUN)
-    assert launch.problem() == (
-        "one of 8 processes, each of which would be rank 0",
-        "the launcher's environment does not arrive here: pass it on (no --cleanenv, no env -i)",
-    )
-
-
-def test_a_process_that_was_started_alone(environment, monkeypatch):
-    environment(SLURM_PROCID="0", SLURM_STEP_NUM_TASKS="1")
-    above(monkeypatch, {"PMI_RANK": "0", "PMI_SIZE": "1"})
-    assert launch.problem() is None
-
-
-@pytest.mark.parametrize("name", ["hydra_pmi_proxy", "prted", "slurmstepd"])
-def test_a_launcher_whose_environment_nobody_may_read(name, environment, monkeypatch):
-    """Out of a user namespace, as containers without root have it, only the names of processes show."""
-    environment()
-    above(monkeypatch, {}, {}, names={101: name})
-    monkeypatch.setattr(launch, "_started_by", {101: [7, 8, 9]}.__getitem__)
-    assert (launch.problem() or ("",))[0] == "one of 3 processes, each of which would be rank 0"
-    monkeypatch.setattr(launch, "_started_by", {101: [7]}.__getitem__)
-    assert launch.problem() is None
 
 
 @pytest.mark.parametrize(
@@ -190,16 +166,6 @@ def test_what_a_launcher_was_asked_for(words, number, environment, monkeypatch):
     """Ranks that have ended are no longer below it: those that come later are told by its command line."""
     monkeypatch.setattr(launch, "_said", lambda process, what: "\0".join([*words, ""]))
     assert launch._asked_for(7) == number
-
-
-def test_an_only_rank_whose_launcher_has_started_its_agents_too(environment, monkeypatch):
-    """mpiexec -n 1 of Open MPI in a job of two nodes: srun, for the agent of the other one, is its child."""
-    environment(OMPI_COMM_WORLD_RANK="0", OMPI_COMM_WORLD_SIZE="1")
-    above(monkeypatch, {}, names={100: "prterun"})
-    monkeypatch.setattr(launch, "_started_by", {100: [7, 8]}.__getitem__)
-    assert launch.problem() is None
-    environment(SLURM_JOB_ID="7", SLURM_NTASKS="4")
-    assert launch.outside_job() is None
 
 
 def test_the_processes_above_and_below_are_those_of_the_system():
@@ -227,6 +193,7 @@ def test_who_would_be_a_container(environment, monkeypatch):
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1"}, None),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, "one process in a job of 8 tasks"),
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", **SRUN}, None),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", **MPIRUN, "OMPI_COMM_WORLD_SIZE": "1"}, None),
     ],
 )
 def test_beside_a_job(variables, words, environment, monkeypatch):
