@@ -20,7 +20,7 @@ pytestmark = pytest.mark.mpi
 
 @pytest.fixture
 def drawn(comm):
-    """Called with a seed: a case with a query for each token, this rank's tokens, and what goes beside them."""
+    """Called with a seed: a case with a query for each token, this rank's tokens, and what goes with them."""
 
     def drawn(seed):
         case = draw(seed, comm.size)
