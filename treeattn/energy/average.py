@@ -112,12 +112,14 @@ def average(
             "what is computed": name,
         }
         agreed.share = declared, summary(queries, values, valid)
+    # What each query sees of this shard, now that positions of all shards are known.
     everyone, summaries = map(list, zip(*agreed.gathered, strict=True))
     mask = MaskPlan(plain, shape)
     if request.asks_positions:
         mask.agree(everyone, comm.rank)
     tables = mask.tables()
     collectively(comm, lambda: mask.update(tables, tokens, valid, at))
+    # This rank's records, folded over all ranks, then divided.
     of = features(summaries)
     width = of(0, np.empty((shape.kv_heads, 0, shape.v_dim))).shape[-1]
     dtype = shape.record_dtype

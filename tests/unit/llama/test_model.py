@@ -141,12 +141,17 @@ def test_weights_that_do_not_fit_are_named(tmp_path, broken, message):
         Llama(path)
 
 
-@pytest.mark.parametrize("comm", [None, MPI.COMM_SELF])
-def test_tensors_that_the_configuration_does_not_have_are_left_alone(tmp_path, comm):
-    """As Hugging Face does: the biases of a map that has none, the same head again where ends are tied."""
+@pytest.fixture
+def tensors(tmp_path):
+    """Of the model whose ends are tied, which lies in `tmp_path`, of all files together."""
     write_model(tmp_path, "tied")
+    return {n: t for file in tmp_path.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+@pytest.mark.parametrize("comm", [None, MPI.COMM_SELF])
+def test_tensors_that_the_configuration_does_not_have_are_left_alone(tmp_path, tensors, comm):
+    """As Hugging Face does: the biases of a map that has none, the same head again where ends are tied."""
     wanted = GOLDEN["tied.logits"][0]
-    tensors = {n: t for file in tmp_path.glob("*.safetensors") for n, t in load_file(file).items()}
     more = {f"{name.removesuffix('weight')}bias": t[:, 0] for name, t in tensors.items() if "proj" in name}
     assert len(more) == 21
     (tmp_path / INDEX).unlink()
@@ -156,20 +161,16 @@ def test_tensors_that_the_configuration_does_not_have_are_left_alone(tmp_path, c
 
 
 @pytest.mark.parametrize("comm", [None, MPI.COMM_SELF])
-def test_a_tied_model_with_a_head_of_its_own_is_refused(tmp_path, comm):
+def test_a_tied_model_with_a_head_of_its_own_is_refused(tmp_path, tensors, comm):
     """Hugging Face takes the head of the file then, whatever the configuration says."""
-    write_model(tmp_path, "tied")
-    tensors = {n: t for file in tmp_path.glob("*.safetensors") for n, t in load_file(file).items()}
     (tmp_path / INDEX).unlink()
     save_file(tensors | {"lm_head.weight": tensors[EMBEDDING] * 2}, tmp_path / "model.safetensors")
     with pytest.raises(ArgumentError, match="model.safetensors: lm_head.weight is not .*tie_word_embeddings"):
         Llama(tmp_path, comm)
 
 
-def test_a_file_of_everything_goes_before_an_index(tmp_path):
+def test_a_file_of_everything_goes_before_an_index(tmp_path, tensors):
     """As with Hugging Face."""
-    write_model(tmp_path, "tied")
-    tensors = {n: t for file in tmp_path.glob("*.safetensors") for n, t in load_file(file).items()}
     save_file(tensors, tmp_path / "model.safetensors")
     for file in tmp_path.glob("model-*.safetensors"):
         save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file)
