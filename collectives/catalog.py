@@ -118,7 +118,7 @@ class Selection(NamedTuple):
 
     @property
     def digest(self) -> str | None:
-        """Of a schedule of one's own, equal for equal ones; None for a name."""
+        """A digest of a schedule of one's own, equal for equal ones; None for a name."""
         return None if self.own is None else hashlib.sha256(self.own.to_json().encode()).hexdigest()[:16]
 
     def build(self, size: int, nodes: object = None, result: Result = "replicated") -> Schedule:

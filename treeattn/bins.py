@@ -107,7 +107,7 @@ def record(
 
 
 def _sums_of_blocks(logits: Array, v: Array, blocks: Array) -> tuple[Array, Array, Array]:
-    """Of each block the sum of weights and [.., v_dim] of weighted values, in units of 2**e: both summed in
+    """The sum of weights of each block, and [.., v_dim] of weighted values, in units of 2**e: both summed in
     float32 in the order of tokens, by multiply-adds from 0. e: the largest of its tokens."""
     totals, exponents, sums = [], [], []
     for block in np.unique(blocks):

@@ -71,7 +71,8 @@ def block(tokens: int, index: int, count: int) -> slice:
 
 
 def parts(tokens: int, most: int | None) -> list[slice]:
-    """Of the tokens 0, 1, .., in order: as few slices of at most `most` as there can be, or one slice."""
+    """Slices of the tokens 0, 1, .., in order: as few slices of at most `most` as there can be, or one
+    slice."""
     step = most or max(1, tokens)
     return [slice(begin, begin + step) for begin in range(0, tokens, step)]
 

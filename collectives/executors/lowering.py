@@ -145,7 +145,7 @@ class Messages(Protocol):
         """The C structs of the messages of each round that has some. After the last `add`."""
 
     def fields(self) -> dict[str, Any]:
-        """Of `StepStruct`, by which the compiled code sends. After `rounds`."""
+        """The fields of `StepStruct` by which the compiled code sends. Read after `rounds`."""
 
     def polled(self, poll: Callable[[], int]) -> Callable[[], int]:
         """`poll`, which goes on with a step, without waiting for a message."""
@@ -189,7 +189,7 @@ class Lowered(NamedTuple):
 
     @property
     def addresses(self) -> ctypes.Array[ctypes.c_void_p]:
-        """Of both, as `StepStruct.programs` takes them."""
+        """The addresses of both, as `StepStruct.programs` takes them."""
         return (ctypes.c_void_p * 2)(*(array.ctypes.data for array in self.arrays))
 
 
@@ -218,7 +218,7 @@ class _Lowering(NamedTuple):
     parity: int
 
     def rows(self) -> Iterator[tuple[int, _Row]]:
-        """Of all rounds, each with its number. Messages start first and are waited for last."""
+        """The rows of all rounds, each with its number. Messages start first and are waited for last."""
         for number, instructions in self.program.by_round():
             if number in self.requests:
                 yield number, self._messages(START, number)

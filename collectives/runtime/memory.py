@@ -89,7 +89,7 @@ class StreamOrder:
         self._last: Any = None
 
     def __call__(self) -> None:
-        """Before anything of a step is queued. Raises `BackendError`."""
+        """Check the stream before anything of a step is queued. Raises `BackendError`."""
         if self._stream is not None:
             self._last = self._stream.follow(self._last)
 

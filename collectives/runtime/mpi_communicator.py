@@ -100,7 +100,8 @@ class MpiCommunicator(MPI.Intracomm):
         self.Free()
 
     def lent(self) -> MpiCommunicator:
-        """The same, for plans of one owner that take turns: `dup` of it is itself, `free` does nothing."""
+        """This communicator, for plans of one owner that take turns: `dup` of it is itself, `free` does
+        nothing."""
         made = _Lent(self)
         made.members, made.owner = self.members, self.owner
         return made
@@ -265,7 +266,7 @@ class MpiMessages(PersistentRequests):
         return {number: Requests(each.ctypes.data, len(each)) for number, each in self._handles.items()}
 
     def fields(self) -> dict[str, Any]:
-        """Of `StepStruct`, by which the compiled code sends."""
+        """The fields of `StepStruct` by which the compiled code sends."""
         self._statuses = _statuses(max(map(len, self._handles.values()), default=0) + 1)
         functions = zip(("startall", "testall", "iprobe"), _FUNCTIONS, strict=True)
         return {

@@ -34,7 +34,7 @@ def problem() -> str | None:
 
 
 def version() -> tuple[int, int]:
-    """Of NCCL, such as (2, 30), where there is no `problem`."""
+    """NCCL's version, such as (2, 30), where there is no `problem`."""
     code = int(_library().get_version())
     return code // 10000, code // 100 % 100  # as NCCL writes it from 2.9 on; older ones come out below
 
@@ -119,7 +119,7 @@ class NcclCommunicator:
         self._nccl.groupEnd()
 
     def send(self, array: Array, peer: int) -> None:
-        """To the next `receive` of `peer` from this rank; waits for it, unless in a group."""
+        """Send to the next `receive` of `peer` from this rank; waits for it, unless in a group."""
         self._communicator.send(*self._elements(array), peer, self._stream.stream)
 
     def receive(self, array: Array, peer: int) -> None:

@@ -115,7 +115,7 @@ class Owner:
 
 
 class Anyone(Owner):
-    """Of what threads may share."""
+    """The owner of what threads may share."""
 
     def take(self) -> None:
         """Any thread may use it at any time."""
@@ -125,8 +125,8 @@ class Anyone(Owner):
 
 
 def owner_of_communicator(size: int) -> Owner:
-    """Of one of so many ranks: of several it is one thread's, since ranks whose threads come in another order
-    would take one another's messages; a single rank sends none."""
+    """The owner of a communicator of so many ranks: with several it is one thread's, since ranks whose
+    threads come in another order would take one another's messages; a single rank sends none."""
     return Owner("this communicator") if size > 1 else Anyone("a communicator of one rank")
 
 
@@ -228,7 +228,7 @@ class Reducer(ABC):
         return "closed" if self._closed else "failed" if self._failed else "already running"
 
     def disown(self) -> None:
-        """After a fork, in the new process: nothing of it may be used, released or ended here."""
+        """Give it up after a fork, in the new process: nothing of it may be used, released or ended there."""
         self._closed = self._disowned = True
         self._running = 0
 

@@ -111,7 +111,7 @@ class TorchCommunicator:
 
     @property
     def owner(self) -> Owner:
-        """Of the group: its collectives have no channels."""
+        """The owner of the group, whose collectives have no channels."""
         return self._known.owner
 
     @property
@@ -270,8 +270,9 @@ class TorchMessages:
         return {number: Requests(each.ctypes.data, 1) for number, each in self._numbers.items()}
 
     def fields(self) -> dict[str, Any]:
-        """Of `StepStruct`: calls back to Python, which only steps with messages make. Torch does not tell
-        without waiting whether one of gloo has come: a test waits, or, where it may not, has not found it."""
+        """The fields of `StepStruct`: calls back to Python, which only steps with messages make. Torch does
+        not tell without waiting whether one of gloo has come: a test waits, or, where it may not, has not
+        found it."""
 
         def startall(_: int, number: Any) -> int:
             return self._code(self.start, number[0])

@@ -269,8 +269,8 @@ def _watch(seconds: float) -> None:
 
 
 def _pause(interval: float) -> float:
-    """To the next multiple of `interval` on the clock of the day, at least half of one away: ranks look at
-    the same instants, so that one of them speaks for all."""
+    """Seconds to the next multiple of `interval` on the clock of the day, at least half of one away: ranks
+    look at the same instants, so that one of them speaks for all."""
     left = interval - time.time() % interval
     return left if left > interval / 2 else left + interval
 

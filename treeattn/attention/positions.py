@@ -84,7 +84,7 @@ class Runs:
         return index[run] + np.clip(within, 0, count[run])
 
     def positions(self, begin: int = 0, end: int | None = None) -> Any:
-        """Of the tokens begin..end of the shard, int64 [end - begin]."""
+        """Positions of the tokens begin..end of the shard, int64 [end - begin]."""
         tokens = np.arange(begin, len(self) if end is None else end)
         run = np.searchsorted(self.table[:, 0], tokens, side="right") - 1
         return self.table[run, 1] + (tokens - self.table[run, 0]) * self.table[run, 2]

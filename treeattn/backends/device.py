@@ -152,8 +152,8 @@ class Device(Protocol):
         block_table: BlockTable | None,
         tables: MaskTables | None,
     ) -> tuple[ArrayLike | None, Array]:
-        """The same for a paged cache: lengths and block table as attention takes them. tables: the tables of
-        the step, with the lengths in them."""
+        """Check the arrays of a step over a paged cache; lengths and block table as attention takes them.
+        tables: the tables of the step, with the lengths in them."""
 
     def block_table(self, shape: Shape, block_table: BlockTable | None) -> Array:
         """A block table of this device or of the host; int32 [batch, pages of a sequence]. Raises

@@ -104,7 +104,7 @@ class Reach:
 
     @property
     def shard_lengths(self) -> Array:
-        """Of all ranks, int64 [ranks, batch], read-only."""
+        """Valid tokens of all ranks, int64 [ranks, batch], read-only."""
         if self._shard_lengths is None:
             self._shard_lengths = np.array([runs.all_below(self.totals) for runs in self.placement.runs])
             self._shard_lengths.flags.writeable = False
@@ -192,14 +192,14 @@ class Plan(NamedTuple):
 
     @property
     def elements(self) -> np.dtype[Any]:
-        """Of the arrays; a device without the type holds its bits."""
+        """The type of the arrays; a device without it holds its bits."""
         dtype = str(self.shape.kv_dtype)
         bits = None if self.device.name == "cpu" else bits_of(dtype)
         return np.dtype(bits) if bits else CACHE_DTYPES[dtype]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the arrays of a layer."""
+        """Names of the arrays of a layer."""
         return ("k",) if self.latent else ("k", "v")
 
     @property

@@ -191,7 +191,7 @@ def _checked(
 
 
 def _sums(rows: Array) -> Array:
-    """Of rows [.., kv_heads, width], uint64 [..]: any element that changes, changes its row's."""
+    """Sums of rows [.., kv_heads, width], uint64 [..]: any element that changes, changes its row's."""
     words = rows.view(np.uint8).reshape(*rows.shape[:-2], -1).view(np.uint64)
     return words @ (np.arange(words.shape[-1], dtype=np.uint64) * _ODD * np.uint64(2) + np.uint64(1))
 

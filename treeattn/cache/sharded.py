@@ -87,7 +87,7 @@ class CacheLayer:
 
     @property
     def positions(self) -> Runs:
-        """Of this shard's tokens, those to come among them."""
+        """Positions of this shard's tokens, those to come among them."""
         return self._plan.placement.own
 
     @property

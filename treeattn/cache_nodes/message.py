@@ -64,7 +64,7 @@ def array_of(given: memoryview, shape: tuple[int, ...], dtype: np.dtype[Any]) ->
 
 
 def bytes_of(array: Array) -> memoryview:
-    """Of an array in a step, copied only where it does not lie in one piece."""
+    """The bytes of an array in a step, copied only where it does not lie in one piece."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 

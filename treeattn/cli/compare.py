@@ -108,8 +108,8 @@ def command(
 
 
 def _transports(world: MpiCommunicator, device: Any, wanted: str | None) -> tuple[str, ...]:
-    """Of the ranks' device; by default all that serve here: rank 0 says which do not, and why. Collective;
-    raises `ArgumentError` or `TransportError` on all ranks."""
+    """The transports of the ranks' device; by default all that serve here: rank 0 says which do not, and why.
+    Collective; raises `ArgumentError` or `TransportError` on all ranks."""
     if device.name == "cpu":
         problems: Mapping[str, str | None] = {"mpi": None}
     else:

@@ -175,7 +175,7 @@ class TextStream:
 
 
 def _measured(world: MpiCommunicator, session: Session, made: Continuation) -> dict[str, Any]:
-    """Of all ranks; seconds of this one. Collective."""
+    """What was measured on all ranks, seconds on this one. Collective."""
     steps, prompt = sorted(made.step_s), len(session.prompt_tokens)
     mine = {
         "attention_s": made.attention_s if session.model.device.name == "cpu" else None,

@@ -122,7 +122,7 @@ def grouped(
 
 
 class Sizes(NamedTuple):
-    """Of a query and of what is reduced for it."""
+    """Sizes of a query and of what is reduced for it."""
 
     heads: int
     head_dim: int
@@ -205,5 +205,5 @@ def ranks() -> Communicator:
 
 
 def world() -> MpiCommunicator:
-    """The same for what goes by MPI alone. Raises `ArgumentError` below torchrun."""
+    """The ranks of the job, for what goes by MPI alone. Raises `ArgumentError` below torchrun."""
     return communicators.mpi_intracomm(ranks(), f"treeattn {click.get_current_context().command.name}")

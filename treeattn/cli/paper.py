@@ -1,4 +1,4 @@
-"""``treeattn paper``: the paper's experiments, run small, beside its numbers and a model of them."""
+"""``treeattn paper``: the paper's experiments, run small, next to its numbers and a model of them."""
 
 from __future__ import annotations
 

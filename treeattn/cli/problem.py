@@ -56,7 +56,7 @@ class Problem:
         self.q_positions = np.maximum(ends[:, None] - queries + np.arange(queries), 0)
 
     def _rules(self) -> Rules:
-        """Of tensors causal [] and window [2], of which -1 is unbounded, as in flash-attention."""
+        """Rules by the tensors causal [] and window [2], of which -1 is unbounded, as in flash-attention."""
         given = self.file.tensors
         causal, window = (np.asarray(given.get(name, none)) for name, none in (("causal", 0), ("window", [])))
         if causal.size != 1 or causal.item() not in (0, 1):

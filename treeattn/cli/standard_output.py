@@ -23,7 +23,7 @@ class StandardOutput(io.TextIOBase):
 
     @classmethod
     def of_rank(cls, rank: int) -> StandardOutput:
-        """Of this process: ranks other than 0 repeat rank 0."""
+        """The standard output of this process: ranks other than 0 repeat rank 0."""
         return cls(open(os.devnull, "w") if rank else sys.stdout)
 
     @property

@@ -1,4 +1,4 @@
-"""What becomes of results: the judge that compares them, and the table and lines that tell."""
+"""Verdicts on results: the comparison with a reference, and the table and lines that show it."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class Drafts(Problem):
         return out_, lse_
 
     def partial(self) -> reference.Partial:
-        """Of the context, and on rank 0 of the drafts; pads see nothing."""
+        """Partials of the context, and on rank 0 of the drafts; pads see nothing."""
         real = self.tree.real[..., None]
         k, v, seen = self.k, self.v, (np.arange(self.k.shape[1]) < self._valid[:, None])[:, None] & real
         if self._counts_drafts:

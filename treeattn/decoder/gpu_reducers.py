@@ -215,7 +215,7 @@ class Staged(Reducer):
         self._runtime.copy(self._buffer, self._host)
 
     def _release(self) -> None:
-        """After the last copy, in whichever stream, whose memory then goes back."""
+        """Release after the last copy, in whichever stream, whose memory then goes back."""
         self._runtime.synchronize_all()
         self._reducer.close()
 

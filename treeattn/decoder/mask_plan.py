@@ -1,4 +1,5 @@
-"""Whose tokens stand where, and what a query may see of them: agreed at planning, found anew in each step."""
+"""Positions of every rank's tokens, and what a query may see of them: agreed at planning, found in each
+step."""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ def _laid_out(layout: Layout, counts: list[int]) -> list[Runs]:
 
 
 def _open_runs(layout: Layout, rank: int, size: int) -> Runs:
-    """Of a cache that grows: the rule must not ask how many tokens there will be."""
+    """Positions in a cache that grows: the rule must not depend on how many tokens there will be."""
     if layout.name == "sizes":
         return as_runs(layout.runs(sum(layout.sizes), rank, size))
     if layout.name == "interleaved":

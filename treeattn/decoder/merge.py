@@ -123,7 +123,7 @@ class Parts:
 
     @property
     def record_dtype(self) -> np.dtype[Any]:
-        """Of records and results."""
+        """The type of records and results."""
         return np.dtype(np.float64 if self.dtype == "float64" else np.float32)
 
     def check(self, out: Array, lse: Array, lse_dtypes: tuple[str, ...]) -> None:
@@ -157,7 +157,7 @@ class Settings:
 
     @property
     def compared(self) -> dict[str, object]:
-        """By the names that an error gives it."""
+        """What ranks compare, by the names that an error gives it."""
         return {
             "the shape or dtype of out and lse": self.parts,
             "scheme": self.scheme.text,

@@ -57,12 +57,12 @@ class Buffers:
         self.lse = empty((batch, own, queries), dtype)
 
     def to_wire(self) -> None:
-        """Before the reduction."""
+        """Reorder the records for the reduction, where it cuts them by heads."""
         if self._reordered:
             self._memory.copy(self.wire, self.records.transpose(1, 0, 2, 3))
 
     def from_wire(self) -> None:
-        """After it."""
+        """Take this rank's heads out of what was reduced."""
         if self.sliced:
             head_major = self.wire if self._reordered else self.wire.transpose(1, 0, 2, 3)
             self._memory.copy(self.own, head_major[self.heads].transpose(1, 0, 2, 3))

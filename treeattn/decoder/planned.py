@@ -135,7 +135,7 @@ class PlannedDecode:
         return self._in_parts(step)
 
     def _begin_anew(self) -> None:
-        """Before a step: the last one must have ended."""
+        """Check before a step that the last one has ended."""
         if (self._part or self)._stage == "begun":
             raise StateError(f"{self.scheme}: begin() began a step, which finish() must end before another")
         self._stage = self._part = None

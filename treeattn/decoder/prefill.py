@@ -160,7 +160,7 @@ class _Ring:
         return self.device.from_host(np.ascontiguousarray(rows).view(self._elements))
 
     def blocks(self, comm: Any, k: Array, v: Array) -> Iterator[Block]:
-        """Of a layer: this rank's first, then those of the ranks before it."""
+        """The blocks of a layer: this rank's first, then those of the ranks before it."""
         size = len(self.shards)
         if size == 1:
             yield self.shards[0], k, v

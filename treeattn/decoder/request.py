@@ -1,4 +1,4 @@
-"""What a rank asks for, and what of it excludes what: one table, asked before anything is planned."""
+"""What a rank asks for, and which options exclude each other: one table, checked before planning."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ranks that could part do not: generate() goes on with the scores, random numbers and draws of rank 0, and
-ranks that were given different tokens are told so before they mix them to another text."""
+"""All ranks of a generate() stay together: it goes on with the scores, random numbers and draws of rank 0,
+and ranks that were given different tokens are told so before they mix them to another text."""
 
 from __future__ import annotations
 

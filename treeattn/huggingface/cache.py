@@ -167,7 +167,7 @@ class ShardedKV(Cache):
 
     @contextlib.contextmanager
     def during(self) -> Iterator[None]:
-        """The same for a call that is whole: afterwards another thread may have it."""
+        """Use the cache for one whole call: afterwards another thread may have it."""
         with self.owner.during(), self.comm.owner.during():
             yield
 

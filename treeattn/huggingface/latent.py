@@ -15,8 +15,8 @@ from treeattn.errors import ArgumentError
 
 
 class Latents:
-    """Of one layer: latents [batch, 1, tokens, rank] and rotated keys [batch, 1, tokens, rope] of new tokens,
-    and the weight that makes keys and values of them."""
+    """The latents of one layer: [batch, 1, tokens, rank] and rotated keys [batch, 1, tokens, rope] of new
+    tokens, and the weight that makes keys and values of them."""
 
     def __init__(self, module: Any, latents: torch.Tensor, rotated: torch.Tensor) -> None:
         self._given = latents, rotated

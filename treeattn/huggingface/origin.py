@@ -35,8 +35,9 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Origin:
-    """Of the tokens of a `ShardedKV`: ids and weights, as `prefill` and `generate()` tell them; others are
-    not known. Of a cache that was loaded, what was `saved`, until the first `generate()` has shown the same.
+    """What the tokens of a `ShardedKV` were made of: ids and weights, as `prefill` and `generate()` tell
+    them; others are not known. Of a cache that was loaded, what was `saved`, until the first `generate()` has
+    shown the same.
     """
 
     def __init__(self) -> None:
@@ -47,8 +48,8 @@ class Origin:
         self._rows = torch.zeros(0, dtype=torch.int64)  # of the ids: which ones the rows of the cache are
 
     def begin(self, cache: ShardedKV, model: Any, ids: torch.Tensor, mask: Any, told: bool = True) -> None:
-        """Before `model` goes on with `ids`, whose first are those of the cache; `told` unless there is more
-        to the text than they say. Collective.
+        """Check before `model` goes on with `ids`, whose first are those of the cache; `told` unless there is
+        more to the text than they say. Collective.
 
         ids, mask [batch, tokens]. Raises `ArgumentError`, the same on every rank, where the cache holds
         tokens of other ids, or was saved by another model.

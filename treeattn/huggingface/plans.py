@@ -91,7 +91,7 @@ class Plans:
         begins: Any,
         causal: bool,
     ) -> tuple[Any, Any]:
-        """Of no more queries than a plan may have."""
+        """Attention of no more queries than a plan may have."""
         if len(stands) == 1 and stands[0] < scoring.window:
             scoring = scoring._replace(window=0)
         causal = causal or scoring.window > 0

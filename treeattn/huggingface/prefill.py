@@ -148,7 +148,7 @@ class Dealt:
         new: int,
         latents: Latents | None,
     ) -> torch.Tensor:
-        """Of this rank's queries to what stands before them on all ranks."""
+        """Attention of this rank's queries to all tokens before them, on all ranks."""
         q, k, v = as_rows(query), as_rows(key), as_rows(value)
         if new:
             layer.store.take(latents, True)

@@ -1,4 +1,4 @@
-"""A layer of a cache that lies on cache nodes, led as the layers of a sharded one are."""
+"""A layer of a cache that lies on cache nodes, used as the layers of a sharded one are."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RemoteLayer:
         self.cache.append(self._number, _on_host(k), None if v is None else _on_host(v))
 
     def append_own(self, k: Any, v: Any, counts: Any) -> None:
-        """The same: here they are all there."""
+        """Add the next tokens: rank 0 has all of them."""
         self.append(k, v)
 
     def rollback(self, totals: Any) -> None:
@@ -42,7 +42,7 @@ class RemoteLayer:
             self.cache.select(rows)
 
     def attend(self, q: Any, new: tuple[Any, ...], begins: Any, scoring: Scoring) -> tuple[Any, Any]:
-        """To all tokens, of which k and v in `new` come with q."""
+        """Attention to all tokens, of which k and v in `new` come with q."""
         how: dict[str, Any] = {"begins": begins, "scale": scoring.scale, "rules": scoring.rules()}
         out, lse = self.cache.step(self._number, *map(_on_host, (q, *new)), **how)
         if isinstance(q, torch.Tensor):

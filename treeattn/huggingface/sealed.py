@@ -43,7 +43,7 @@ class Sealed(torch.Tensor):
 
 
 def sealed(tensor: torch.Tensor, **attached: Any) -> torch.Tensor:
-    """The same with `attached` attributes; in a compiled model, which is traced, open."""
+    """The tensor sealed, with `attached` attributes; in a compiled model, which is traced, open."""
     compiling = torch.compiler.is_compiling()
     one: Any = tensor.view(tensor.shape) if compiling else tensor.as_subclass(Sealed)
     one.plain = tensor

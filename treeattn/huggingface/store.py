@@ -48,7 +48,7 @@ class Store:
         self.slots += k.shape[1]
 
     def append_own(self, tokens: int, k: Any, v: Any = None) -> None:
-        """The same of `tokens` tokens, of which k and v are this rank's."""
+        """Add the next `tokens` tokens, of which k and v are this rank's."""
         self._made(k, v).append_own(k, v, [tokens] * len(k))
         self.slots += tokens
 
@@ -87,8 +87,8 @@ class Store:
     def attend(
         self, q: Any, new: tuple[Any, ...], at: int, begins: Any, scoring: Scoring, by_heads: bool
     ) -> tuple[Any, Any]:
-        """To all tokens of all ranks, of which those of k and v in `new` are still to be appended. by_heads:
-        the result is this rank's heads alone. Collective."""
+        """Attention to all tokens of all ranks, of which those of k and v in `new` are still to be appended.
+        by_heads: the result is this rank's heads alone. Collective."""
         if isinstance(self.shard, RemoteLayer):
             both = self.shard.attend(q, new, begins, scoring)
             self.slots += new[0].shape[1] if new else 0
@@ -123,7 +123,7 @@ class Store:
         return tensor_parallel.is_sharded(heads, self._heads, self._cache.comm.size)
 
     def all_heads(self, *arrays: Any) -> list[Any]:
-        """Of all ranks. Collective."""
+        """The heads of all ranks. Collective."""
         return tensor_parallel.all_heads(self._cache.comm, *arrays)
 
 

@@ -92,7 +92,7 @@ def _finalize_mpi() -> None:
 
 
 def end_on_signals(endings: Mapping[int, Callable[[], object]]) -> None:
-    """On each of the signals call what ends this process, from the main thread or, where a blocking call
+    """On each of the signals, call what ends this process, from the main thread or, where a blocking call
     keeps that from hearing of it, within a second from another."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)

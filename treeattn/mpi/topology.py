@@ -95,7 +95,7 @@ class Topology:
 
     @property
     def nics(self) -> int:
-        """Of each node, as many as its places share evenly."""
+        """Network cards of each node, as many as its places share evenly."""
         units = self.sockets or tuple((node,) for node in self.nodes)
         slots = _widest(units) * max(map(len, units))
         seen = min(rank.nics for rank in self.ranks)

@@ -22,7 +22,7 @@ from treeattn.errors import ArgumentError
 
 
 class StepShape(NamedTuple):
-    """Of the step: tokens over all ranks. bytes: of an element of the cache."""
+    """The sizes of a step: tokens over all ranks. bytes: of an element of the cache."""
 
     tokens: int
     heads: int = 16
@@ -34,7 +34,8 @@ class StepShape(NamedTuple):
 
 
 def attention_cost(cluster: Cluster, ranks: int, shape: StepShape) -> Cost:
-    """Of a rank's attention. Raises `ArgumentError` for a cluster that does not say how fast a rank reads."""
+    """The cost of a rank's attention. Raises `ArgumentError` for a cluster that does not say how fast a rank
+    reads."""
     if cluster.memory is None:
         raise ArgumentError(
             f"{cluster.name}: memory: missing, in GB/s that a rank reads its cache at; add it"
@@ -45,14 +46,14 @@ def attention_cost(cluster: Cluster, ranks: int, shape: StepShape) -> Cost:
 def reduction_cost(
     cluster: Cluster, places: Placement, schedule: Schedule, shape: StepShape, executor: str | None = None
 ) -> Cost:
-    """Of the reduction alone."""
+    """The cost of the reduction alone."""
     records = shape.batch * shape.heads * shape.queries
     payload = Payload(records, 4 * (shape.head_dim + 2), shape.queries)
     return cost(simulate(schedule, cluster, places, payload, executor))
 
 
 def kv_ring_cost(cluster: Cluster, places: Placement, shape: StepShape, executor: str | None = None) -> Cost:
-    """Of the step by the ring of keys and values. Raises as `attention_cost`."""
+    """The cost of a step by the ring of keys and values. Raises as `attention_cost`."""
     ranks = len(places)
     attention = attention_cost(cluster, ranks, shape)
     hop = _hop(cluster, places, round(_shard(ranks, shape)), executor)
@@ -62,7 +63,7 @@ def kv_ring_cost(cluster: Cluster, places: Placement, shape: StepShape, executor
 def query_ring_exchange(
     cluster: Cluster, places: Placement, shape: StepShape, executor: str | None = None
 ) -> Cost:
-    """Of the step by the ring of queries, beside the attention of a rank."""
+    """The cost of a step by the ring of queries, without the attention of a rank."""
     ranks, record = len(places), 4 * (shape.head_dim + 2)
     slice_ = -(-shape.batch * shape.heads * shape.queries // ranks) * record
     pass_on = _hop(cluster, places, slice_, executor)

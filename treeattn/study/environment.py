@@ -128,7 +128,7 @@ def _program(path: str) -> str:
 
 
 def installed_version(name: str) -> str | None:
-    """Of a package, which is not loaded."""
+    """The version of a package, which is not loaded."""
     from importlib.metadata import PackageNotFoundError, version  # loads the standard library's mail
 
     try:

@@ -173,7 +173,7 @@ def _reach(frame: pandas.DataFrame, value: str, low: str, high: str) -> Any:
 
 
 def _styles(frame: pandas.DataFrame) -> list[tuple[str, dict[str, Any]]]:
-    """Of each scheme a mark of a colour that no other has."""
+    """A mark for each scheme, of a colour that no other has."""
     looks = itertools.product(_MARKERS, _COLOURS)
     return [
         (label, {"marker": marker, "color": colour, "markersize": 3.5, "linewidth": 1, "elinewidth": 0.8})

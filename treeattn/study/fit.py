@@ -117,7 +117,7 @@ class Residual:
 
     @property
     def error(self) -> float:
-        """Of the fit, relative to what was measured."""
+        """The error of the fit, relative to what was measured."""
         return self.fitted / self.measured - 1
 
 

@@ -73,7 +73,7 @@ class Estimate(msgspec.Struct, frozen=True):
 
     @property
     def ratio_interval(self) -> str | None:
-        """In words; None for the baseline itself."""
+        """The interval of the ratio in words; None for the baseline itself."""
         return None if self.is_baseline else f"{self.ratio_low:.2f} to {self.ratio_high:.2f}"
 
 
@@ -83,8 +83,8 @@ UNKNOWN = Estimate(*[math.nan] * 6)
 def estimates(
     cluster: Cluster, costs: Sequence[Cost], drawn: Sequence[Sequence[float]] = ()
 ) -> list[Estimate]:
-    """Of what costs so much on the cluster; ratios are to the fastest. drawn: of each, the microseconds of
-    `DRAWS` steps where these differ, draw by draw; their median counts."""
+    """Estimates of what costs so much on the cluster; ratios are to the fastest. drawn: of each, the
+    microseconds of `DRAWS` steps where these differ, draw by draw; their median counts."""
     if not costs:
         return []
     found = np.log([max(one.time, _LEAST) for one in costs])

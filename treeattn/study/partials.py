@@ -1,4 +1,4 @@
-"""Finds out why partial results of several ranks do not add up: what was done is found by doing it."""
+"""Finds out why partial results of several ranks do not add up: each fault is looked for by making it."""
 
 from __future__ import annotations
 

@@ -266,7 +266,7 @@ def _batch_of_paths(paths: Sequence[Any]) -> list[list[list[int]]]:
 
 
 def integers(name: str, given: ArrayLike, shape: tuple[int, ...] | None = None) -> Integers:
-    """Of this shape, if one is asked for. Raises `ArgumentError`."""
+    """An array of integers, of this shape if one is given. Raises `ArgumentError`."""
     try:
         array = np.asarray(given)
     except ValueError as error:

@@ -282,5 +282,5 @@ def _check_drafts(shape: Shape, tree: TokenTree, draft_k: Array, draft_v: Array)
 
 
 def _digest(device: Device, array: Array, tree: TokenTree) -> str:
-    """Of what nodes hold: pads may differ between ranks."""
+    """SHA-256 of what nodes hold: pads may differ between ranks."""
     return hashlib.sha256(np.ascontiguousarray(device.to_host(array)[tree.real]).tobytes()).hexdigest()

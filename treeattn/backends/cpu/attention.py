@@ -164,7 +164,7 @@ class PlannedAttention:
 
     @property
     def address(self) -> int:
-        """Of the struct attention that the compiled kernel takes; `takes` keeps it up to date."""
+        """The address of the struct attention that the compiled kernel takes; `takes` keeps it up to date."""
         return ctypes.addressof(self._arguments)
 
     def takes(self, q: Array, k: Array, v: Array, lengths: Array | None) -> bool:
@@ -304,8 +304,8 @@ def _check_lengths(lengths: Array | None, tokens: int) -> None:
 def _element_types(
     q: Array, k: Array, v: Array, records: Array, bits: np.dtype[Any] | None
 ) -> tuple[int, int]:
-    """Of q, and of k and v, for the kernel. bits: what k and v of uint8 carry. Raises `ArgumentError`, also
-    for elements that do not lie side by side."""
+    """The element types of q, and of k and v, as the kernel numbers them. bits: what k and v of uint8 carry.
+    Raises `ArgumentError`, also for elements that do not lie side by side."""
     for name, array in (("q", q), ("k", k), ("v", v)):
         if array.strides[3] != array.itemsize and array.shape[3] > 1 and array.size:
             raise ArgumentError(f"the last axis of {name} must be contiguous")

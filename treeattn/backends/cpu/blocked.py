@@ -120,7 +120,7 @@ def _masked_row(q: Array, cache: _Sequence, records: Array, scale: float, tables
 
 
 def _positions(tables: MaskTables, piece: slice) -> Array | int:
-    """Of a slice of the shard's tokens, where somebody asks; else 0."""
+    """Positions of a slice of the shard's tokens, where a rule needs them; else 0."""
     return 0 if tables.rules.alibi is None else tables.runs.positions(piece.start, piece.stop)
 
 

@@ -79,7 +79,7 @@ class PlannedProduct:
         self._work_address = ctypes.c_void_p(address(self._work))
 
     def _by_library(self, vectors: Array) -> Array:
-        """By NumPy, some rows at a time where they have to be widened for it."""
+        """Multiply by NumPy, some rows at a time where they have to be widened for it."""
         only = self._matrices[0]
         if len(self._matrices) == 1 and only.dtype == np.float32:
             return np.asarray(vectors @ only.T)

@@ -41,11 +41,11 @@ class PlannedTables:
 
     @property
     def address(self) -> int:
-        """Of the struct visible; `follow` keeps it up to date."""
+        """The address of the struct visible; `follow` keeps it up to date."""
         return ctypes.addressof(self._tables)
 
     def follow(self) -> None:
-        """Take over arrays that stand where others were."""
+        """Take over arrays that replaced others."""
         mask = self._mask
         if self._version == mask.version:
             return

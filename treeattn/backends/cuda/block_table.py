@@ -16,7 +16,7 @@ from treeattn.errors import ArgumentError
 
 
 class BlockTables:
-    """Of one decoder."""
+    """The block tables of one decoder's steps."""
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime, self._checked = runtime, CheckedTable()
@@ -38,8 +38,8 @@ class BlockTables:
         lengths: Callable[[int], Any],
         tables: MaskTables | None,
     ) -> Any:
-        """The same on the device; one of the host is looked at first, as `CheckedTable.check` does. lengths:
-        gives them on the host, for so many tokens."""
+        """A block table on the device; one of the host is checked first, as `CheckedTable.check` does.
+        lengths: gives them on the host, for so many tokens."""
         table = self.take(block_table, batch)
         if not self._on_host(block_table):
             return table

@@ -41,7 +41,8 @@ class CacheType:
         return TYPES[name][0]
 
     def addresses(self, kv_heads: int, runtime: Runtime) -> tuple[int, int]:
-        """Of the scales on the device, [kv_heads] each; 0 where there are none. Raises `ArgumentError`."""
+        """Addresses of the scales on the device, [kv_heads] each; 0 where there are none. Raises
+        `ArgumentError`."""
         if self._scales[0] is None:
             return 0, 0
         if kv_heads not in self._devices:

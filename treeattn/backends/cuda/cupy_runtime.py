@@ -190,8 +190,8 @@ class CupyRuntime:
         return np.frombuffer(memory, dtype, count).reshape(shape)
 
     def expose(self, size: int) -> tuple[int, bytes]:
-        """By cudaMalloc itself: what pools give cannot be exported. In units of 2 MiB, which CUDA shares with
-        nothing else (CUDA programming guide, "Interprocess Communication")."""
+        """Allocate by cudaMalloc itself: what pools give cannot be exported. In units of 2 MiB, which CUDA
+        shares with nothing else (CUDA programming guide, "Interprocess Communication")."""
         size = -(-size // _SHARED_UNIT) * _SHARED_UNIT
         with self._cuda.Device(self.index):
             address = self._malloc(size)
@@ -228,7 +228,7 @@ class CupyRuntime:
         self._calls.ipcCloseMemHandle(address)
 
     def copy(self, into: Any, source: Any) -> None:
-        """On the current stream; from or to page-locked memory the host does not wait."""
+        """Copy on the current stream; from or to page-locked memory the host does not wait."""
         if isinstance(source, np.ndarray):
             into.data.copy_from_host_async(source.ctypes.data, source.nbytes)
         elif isinstance(into, np.ndarray):
@@ -237,8 +237,8 @@ class CupyRuntime:
             self._cupy.copyto(into, source)
 
     def upload(self, into: Any, source: Any) -> None:
-        """By way of page-locked memory. Whether CUDA reads other memory later, or makes the host wait, is not
-        promised (CUDA Runtime API, "API synchronization behavior")."""
+        """Copy by way of page-locked memory. Whether CUDA reads other memory later, or makes the host wait,
+        is not promised (CUDA Runtime API, "API synchronization behavior")."""
         while self._uploads and self._uploads[0][0].done:
             self._uploads.popleft()
         staged = self.pinned(source.shape, source.dtype)
@@ -266,12 +266,13 @@ class CupyRuntime:
         return bool(self._cuda.get_current_stream().done)
 
     def synchronize_all(self) -> None:
-        """By cudaDeviceSynchronize; the current device is a thread's own."""
+        """Wait by cudaDeviceSynchronize; the current device is a thread's own."""
         with self._cuda.Device(self.index):
             self._calls.deviceSynchronize()
 
     def follow(self, last: Any) -> Any:
-        """By an event. The stream that is returned lives as long as it is held, a library's own apart."""
+        """Wait by an event. The stream that is returned lives as long as it is held, a library's own
+        apart."""
         current = self._cuda.get_current_stream()
         if (last is not None and current.ptr == last.ptr) or current.is_capturing():
             return last

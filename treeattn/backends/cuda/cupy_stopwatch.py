@@ -27,7 +27,7 @@ class CupyStopwatch:
     """Times what is queued on CuPy's current device. Raises `BackendError` without CuPy, driver or GPU."""
 
     def __init__(self) -> None:
-        """On the device that is current now."""
+        """Time on the device that is current now."""
         #: The device, for the kernels.
         self.runtime = cupy_runtime.current()
         import cupy

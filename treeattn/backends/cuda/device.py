@@ -141,7 +141,7 @@ class Cuda:
         return lengths, table
 
     def block_table(self, shape: Shape, block_table: BlockTable | None) -> Any:
-        """Of the device, or of the host."""
+        """A block table of the device, or of the host."""
         return self._block_tables.take(block_table, shape.batch)
 
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:

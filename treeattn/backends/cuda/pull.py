@@ -57,12 +57,12 @@ _WITHOUT_END = (1 << 63) - 1
 
 
 def resident_blocks(records: int, runtime: Runtime) -> int:
-    """Of a launch over so many records: one on a multiprocessor at most, so that all run at once."""
+    """Blocks of a launch over so many records: one on a multiprocessor at most, so that all run at once."""
     return min(records, runtime.multiprocessors, _MAX_BLOCKS)
 
 
 def window_bytes(program: Program, width: int) -> int:
-    """Of the memory that each rank exposes: numbers, and two sets of slots of float32 records."""
+    """Bytes of the memory that each rank exposes: numbers, and two sets of slots of float32 records."""
     return _HEADER + 2 * program.slots * width * 4
 
 

@@ -66,7 +66,7 @@ class MergeOperator:
         return self._plan(into, others, others.shape[0])
 
     def window_bytes(self, program: Program) -> int:
-        """Of the memory that every rank exposes, where ranks pull from one another."""
+        """Bytes of the memory that every rank exposes, where ranks pull from one another."""
         return pull.window_bytes(program, self.width)
 
     def resident_blocks(self, records: int) -> int:

@@ -53,7 +53,7 @@ class Times(NamedTuple):
         }
 
     def of_ranks(self) -> list[float]:
-        """Of each rank, the median time in microseconds between its own entry and exit."""
+        """The median time of each rank in microseconds between its own entry and exit."""
         own = np.median(self.instants[:, :, -1] - self.instants[:, :, 0], axis=1)
         return [round(value / 1000, 3) for value in own.tolist()]
 

@@ -202,7 +202,8 @@ def scheduled_tiers(schedule: Schedule, rows: int, row_bytes: int, groups: Group
 
 
 def handed_over(comm: MpiCommunicator, sent: Any, groups: Groups) -> Tiers | None:
-    """The same from what each rank handed to MPI: a list of (destination, bytes), one for each message.
+    """Bytes of a step from what each rank handed to MPI: a list of (destination, bytes), one for each
+    message.
 
     Of a library's collective only the payload is known, and between nodes not which tier takes it. None where
     not even that is. Collective.

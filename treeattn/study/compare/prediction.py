@@ -33,7 +33,8 @@ from treeattn.study.intervals import Estimate, estimates, words
 
 
 class Predictions(NamedTuple):
-    """Of every key that can be predicted, and on which cluster, in words: on rank 0, where one is named."""
+    """Predictions of every key that can be predicted, and on which cluster, in words: on rank 0, where one is
+    named."""
 
     estimates: dict[Key, Estimate]
     shown: str = ""
@@ -42,7 +43,8 @@ class Predictions(NamedTuple):
 def predictions(
     world: MpiCommunicator, name: str | None, keys: Sequence[Key], own: Mapping[str, Schedule]
 ) -> Predictions:
-    """On the cluster of that name, else the one of TREEATTN_CLUSTER. own: schedules of one's own, by name.
+    """Predictions on the cluster of that name, else the one of TREEATTN_CLUSTER. own: schedules of one's own,
+    by name.
 
     Collective. Raises what reading the cluster raises, the same on every rank.
     """

@@ -61,7 +61,7 @@ def check_room(comm: MpiCommunicator, key: Key, machines: Sequence[int]) -> None
 
 
 def _input_bytes(comm: MpiCommunicator, key: Key) -> int:
-    """Of this rank: records with their float64 copies, keys and values."""
+    """Bytes of this rank: records with their float64 copies, keys and values."""
     records = 3 * 8 * key.batch * key.queries * key.heads * (key.head_dim + 2)
     if key.what == "reduce":
         return records

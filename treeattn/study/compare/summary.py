@@ -64,7 +64,7 @@ def summarise(rows: Iterable[Row], baseline: str | None = None, tested: bool = T
 
 
 def _together(blocks: Sequence[Row]) -> Summary:
-    """Of the blocks of one key, without intervals."""
+    """The summary of the blocks of one key, without intervals."""
     last = blocks[-1]
     made = {name: getattr(last, name) for name in last.__struct_fields__}
     for name in _MEDIANS:

@@ -170,7 +170,7 @@ def measure(comm: MpiCommunicator, tokens: Sequence[int], repeats: int, ranks: i
 
 
 def _row(comm: MpiCommunicator, llama: Llama, tokens: int, repeats: int) -> dict[str, float | str | None]:
-    """Of rank 0's times. Collective."""
+    """A row of rank 0's times. Collective."""
     prompt = np.random.default_rng(tokens).integers(0, SMALL_MODEL.vocab_size, tokens).tolist()
     first: list[float] = []
     tree: list[float] = []
@@ -194,5 +194,5 @@ def _row(comm: MpiCommunicator, llama: Llama, tokens: int, repeats: int) -> dict
 
 
 def _standard_error(values: Sequence[float]) -> float:
-    """Of the mean of independent values."""
+    """The standard error of the mean of independent values."""
     return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")

@@ -79,7 +79,7 @@ def measure(
 
 
 def _row(comm: MpiCommunicator, key: Key) -> dict[str, Any]:
-    """Of one scheme, of the rank where it is most. Collective."""
+    """A row of one scheme, of the rank where it is most. Collective."""
     held, step_peak = allocated(comm, key)
     shape = key.tokens // key.ranks, key.heads, key.head_dim
     arguments = (laws.shard_elements(1, *shape) + key.heads * key.head_dim) * CACHE
