@@ -55,7 +55,7 @@ def test_without_a_whole_it_says_what_one_would_tell(written):
         f"import sys\nfrom treeattn.cli import main\ntry: main({['check-partials', *map(str, paths)]})\n"
         "finally: print('mpi4py.MPI' in sys.modules)"
     )
-    wanted = "no fault in 3 parts: with --whole FILE a wrong merge is told\nFalse\n"
+    wanted = "no fault in 3 parts: with --whole FILE a wrong merge is found, too\nFalse\n"
     assert run("-c", program).stdout == wanted
 
 

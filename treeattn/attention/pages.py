@@ -116,12 +116,12 @@ def _check_entries(table: Array, pages: int, used: Array) -> None:
     wrong = read & ((table < 0) | (table >= pages))
     if wrong.any():
         b, p = np.argwhere(wrong)[0].tolist()
-        told = f"block_table[{b}, {p}] is {table[b, p]}"
+        entry = f"block_table[{b}, {p}] is {table[b, p]}"
         if table[b, p] < 0:
             raise ArgumentError(
-                f"{told}, no page, but sequence {b} has tokens there: pass its page, or lengths"
+                f"{entry}, no page, but sequence {b} has tokens there: pass its page, or lengths"
             )
-        raise ArgumentError(f"{told}, but k and v have {pages} pages: local numbers, from 0 on, are needed")
+        raise ArgumentError(f"{entry}, but k and v have {pages} pages: local numbers, from 0 on, are needed")
     ordered = np.sort(np.where(read, table, -1 - np.arange(entries)), axis=1)
     twice = ordered[:, 1:] == ordered[:, :-1]
     if twice.any():

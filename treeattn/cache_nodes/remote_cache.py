@@ -117,8 +117,8 @@ class RemoteCache:
         whole: Pair | None = None
         for piece in pieces:
             some = tuple(array[:, piece] for array in given)
-            told = None if counted is None else np.clip(counted - piece.start, 0, piece.stop - piece.start)
-            got = self._step(layer, some, told, first, scale, rules)
+            part = None if counted is None else np.clip(counted - piece.start, 0, piece.stop - piece.start)
+            got = self._step(layer, some, part, first, scale, rules)
             if len(pieces) == 1:
                 return got
             if whole is None:

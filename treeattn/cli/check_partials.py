@@ -31,7 +31,7 @@ def command(parts: tuple[Path, ...], whole: Path | None, base: str, output: Outp
         made.text(f"{'fault' if finding.fault else 'note'}: {finding.kind}: {finding.text}")
     fault = any(finding.fault for finding in findings)
     if not fault:
-        told = ": with --whole FILE a wrong merge is told" if whole is None else " and the whole"
-        made.text(f"no fault in {len(parts)} parts{told}")
+        whole_too = ": with --whole FILE a wrong merge is found, too" if whole is None else " and the whole"
+        made.text(f"no fault in {len(parts)} parts{whole_too}")
     output.report(made)
     return int(fault)

@@ -73,12 +73,12 @@ class Problem:
         self.q, done, say = np.array(self.file["q"]), 0, Progress(shown)
         total = sum(self.file[name].nbytes for name in "kv") * len(self.positions) // max(self.tokens, 1)
 
-        def told(size: int) -> None:
+        def advance(size: int) -> None:
             nonlocal done
             done += size
             say(f"reading the shard of rank 0: {done / total:.0%} of {total:,} bytes")
 
-        self.k, self.v = (files.load_runs(self.file[name], self._runs, told) for name in "kv")
+        self.k, self.v = (files.load_runs(self.file[name], self._runs, advance) for name in "kv")
 
     @property
     def described(self) -> dict[str, Any]:

@@ -227,12 +227,12 @@ class Staged(Reducer):
 def shared_gpu(comm: Communicator, runtime: Runtime) -> str | None:
     """Which ranks share which GPU or MIG partition, where some do; else None. Collective."""
     owners: dict[str, list[int]] = {}  # by UUID alone: containers of one machine may have names of their own
-    told = comm.allgather((runtime.identity, socket.gethostname()))
-    for rank, (identity, _) in enumerate(told):
+    devices = comm.allgather((runtime.identity, socket.gethostname()))
+    for rank, (identity, _) in enumerate(devices):
         owners.setdefault(identity, []).append(rank)
     for identity, ranks in owners.items():
         if len(ranks) > 1:
-            return f"ranks {', '.join(map(str, ranks))} share GPU {identity} of {told[ranks[0]][1]}"
+            return f"ranks {', '.join(map(str, ranks))} share GPU {identity} of {devices[ranks[0]][1]}"
     return None
 
 

@@ -1,5 +1,5 @@
 """All ranks of a generate() stay together: it goes on with the scores, random numbers and draws of rank 0,
-and ranks that were given different tokens are told so before they mix them to another text."""
+and ranks that were given different tokens raise an error before they mix them."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ def _agreeing(decode: Any, caches: type[Any]) -> Any:
         with contextlib.ExitStack() as held:
             for cache in (given for given in more.values() if isinstance(given, caches)):
                 held.enter_context(cache.during())
-                mask, beside = more.get("attention_mask"), {**more, "attention_mask": None}
-                told = not any(torch.is_tensor(one) and one.is_floating_point() for one in beside.values())
-                cache.origin.begin(cache, model, ids, mask, told)
+                mask, others = more.get("attention_mask"), {**more, "attention_mask": None}
+                whole = not any(torch.is_tensor(one) and one.is_floating_point() for one in others.values())
+                cache.origin.begin(cache, model, ids, mask, whole)
             agreeing = [one for one in logits_processor if isinstance(one, AgreeingRanks)]
             draws = agreeing if generation_config.do_sample else []
             if decode.__name__ == "_sample":

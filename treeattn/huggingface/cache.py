@@ -281,7 +281,7 @@ class ShardedKV(Cache):
 
 def _refuse_another_way(config: Any) -> None:
     """Raise `ArgumentError` for a model of transformers that attends by itself, whatever name it was given:
-    its file does not know the interface. What is not of transformers is told by `sealed` keys."""
+    its file does not know the interface. Interfaces of others are recognised by `sealed` keys."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if hasattr(model, "_setup_cache"):  # and does not begin it anew with a cache that it is given
         raise ArgumentError(f"{model.__name__} keeps a state of its own beside the cache: it is not served")

@@ -47,18 +47,18 @@ class Origin:
         self._ids, self._begins = torch.empty(0, 0), torch.zeros(0)
         self._rows = torch.zeros(0, dtype=torch.int64)  # of the ids: which ones the rows of the cache are
 
-    def begin(self, cache: ShardedKV, model: Any, ids: torch.Tensor, mask: Any, told: bool = True) -> None:
-        """Check before `model` goes on with `ids`, whose first are those of the cache; `told` unless there is
-        more to the text than they say. Collective.
+    def begin(self, cache: ShardedKV, model: Any, ids: torch.Tensor, mask: Any, whole: bool = True) -> None:
+        """Check before `model` goes on with `ids`, whose first are those of the cache; `whole` unless there
+        is more to the text than they say. Collective.
 
         ids, mask [batch, tokens]. Raises `ArgumentError`, the same on every rank, where the cache holds
         tokens of other ids, or was saved by another model.
         """
         slots, before = cache.get_seq_length(), self.text(cache.get_seq_length())
-        told = told and (mask is None or mask.shape == ids.shape) and ids.shape[1] >= slots
+        whole = whole and (mask is None or mask.shape == ids.shape) and ids.shape[1] >= slots
         weights = weights_digest(model)
-        begins = torch.zeros(len(ids)) if mask is None or not told else (mask == 0).sum(1).cpu()
-        text = _masked(ids[:, :slots], begins) if told else None
+        begins = torch.zeros(len(ids)) if mask is None or not whole else (mask == 0).sum(1).cpu()
+        text = _masked(ids[:, :slots], begins) if whole else None
         with Agreement(cache.comm):
             if self.saved is not None:
                 _compare(self.described(cache), cache.comm, text, weights)
@@ -69,7 +69,7 @@ class Origin:
         if slots and weights != self._weights:
             weights = None
         self._weights = weights
-        self._told = told and before is not None
+        self._told = whole and before is not None
         self._begins = begins
         self._hold(ids[:, :slots])
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from treeattn.collectives.runtime.communicator import Process
 
-#: What `jobs/emulated_cluster` was told, in the environment of its nodes.
+#: What `jobs/emulated_cluster` was asked for, in the environment of its nodes.
 EMULATED = "TREEATTN_EMULATED"
 
 TORCHRUN = "torchrun"
@@ -66,7 +66,7 @@ class Launch(NamedTuple):
 def launched() -> Launch:
     """What the innermost launcher above this process announced to it.
 
-    A process that a rank of torchrun starts inherits all that the rank was told, and is none itself: it runs
+    A process that a rank of torchrun starts inherits the environment of the rank, and is none itself: it runs
     alone, as everything below a Python program does. A shell between is part of the rank.
     """
     found = {name: _sharers(name) for name in _LAUNCHERS if _size(os.environ, name)}
@@ -103,8 +103,8 @@ def _size(environment: Mapping[str, str], launcher: str) -> int:
 def _sharers(launcher: str) -> list[int]:
     """The processes above this one, from the nearest on, to which this launcher said the same: this one has
     inherited it from the last of them."""
-    told = {name: os.environ[name] for name in _LAUNCHERS[launcher]}
-    return list(itertools.takewhile(lambda process: told.items() <= _environment(process).items(), _above()))
+    ours = {name: os.environ[name] for name in _LAUNCHERS[launcher]}
+    return list(itertools.takewhile(lambda process: ours.items() <= _environment(process).items(), _above()))
 
 
 def _runs_python(process: int) -> bool:
@@ -152,7 +152,7 @@ def problem(ranks: int = 1) -> tuple[str, str] | None:
 
 
 def _only_rank() -> bool:
-    """Whether a launcher has told this process that there is no other."""
+    """Whether a launcher says that this process is the only one."""
     return any(_size(os.environ, name) for name in _LAUNCHERS)
 
 
