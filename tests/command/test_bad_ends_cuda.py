@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from tests.emulator.raw_module import compiler_problem
@@ -29,51 +31,40 @@ for _ in range(2):
 """
 
 
-def ended(program, **environment):
-    environment = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "TREEATTN_TIMEOUT": "1", **environment}
-    done = run("-m", "mpi4py", "-c", BEGIN + program, ranks=2, code=None, **environment)
-    return done.returncode, [line for line in done.stderr.splitlines() if line.startswith("treeattn:")], done
-
-
-def test_a_decoder_that_nobody_closes():
-    code, lines, done = ended("step = decoder.capture(*given)\nstep()\n")
-    assert (code, lines, done.stderr) == (0, [], "")
-
-
-def test_a_rank_that_does_not_come_to_a_step():
-    program = """
+LATE = """
 if WORLD.rank == 1:
     time.sleep(300)
 decoder(*given)
 """
-    code, lines, done = ended(program)
-    assert code == 124, done.stderr
-    assert lines[0].startswith(
-        "treeattn: rank 0: recursive_doubling over NCCL: 1 s without rank 1, which hang"
-    )
-
-
-def test_a_rank_that_raises_between_steps():
-    program = """
+RAISES = """
 with decoder:
     if WORLD.rank == 1:
         raise RuntimeError("no more tokens")
     decoder(*given)
 """
-    code, _, done = ended(program, TREEATTN_TIMEOUT="60")
-    assert code == 1, done.stderr
-    assert "RuntimeError: no more tokens" in done.stderr
-
-
-def test_a_captured_step_after_the_end_of_its_decoder():
-    program = """
+CLOSED = """
 step = decoder.capture(*given)
 decoder.close()
 try:
     step()
 except treeattn.StateError as error:
-    print(error)
+    print(error, file=sys.stderr)
 """
-    code, _, done = ended(program)
-    assert code == 0, done.stderr
-    assert done.stdout.count("the decoder of this captured step is closed") == 2
+CLOSED_SAYS = "the decoder of this captured step is closed"
+
+
+@pytest.mark.parametrize(
+    ("program", "limit", "code", "says"),
+    [
+        ("step = decoder.capture(*given)\nstep()\n", 1, 0, r"\A\Z"),  # a decoder that nobody closes
+        (LATE, 1, 124, "^treeattn: rank 0: recursive_doubling over NCCL: 1 s without rank 1, which hang"),
+        (RAISES, 60, 1, "RuntimeError: no more tokens"),
+        (CLOSED, 1, 0, rf"\A({CLOSED_SAYS}.*\n){{2}}\Z"),
+    ],
+    ids=["not closed", "late", "raises", "closed"],
+)
+def test_how_a_job_ends(program, limit, code, says):
+    settings = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "TREEATTN_TIMEOUT": str(limit)}
+    done = run("-m", "mpi4py", "-c", BEGIN + program, ranks=2, code=None, **settings)
+    assert done.returncode == code, done.stderr
+    assert re.search(says, done.stderr, re.MULTILINE), done.stderr

@@ -98,6 +98,10 @@ BAD = {
         {results} --json /nowhere/at/all.json               | cannot be written
         {results} --out . --json time.svg                   | is named twice on this command line
     """,
+    "report": """
+        {text} --out r.html                                 | not a row of treeattn compare
+        {empty} --out r.html                                | hold no rows
+    """,
     "roofline": """
         --tokens many                                       | give a whole number
         --tokens 1000000000                                 | choose fewer tokens

@@ -95,14 +95,6 @@ def test_what_is_wrong_is_said(tmp_path):
     assert "needs 8 ranks &amp; more" in text
 
 
-def test_a_file_that_is_none_and_an_empty_one(tmp_path):
-    (tmp_path / "none.jsonl").write_text("not a line\n")
-    assert "not a row" in in_process("report", tmp_path / "none.jsonl", "--out", "r.html", code=2).stderr
-    (tmp_path / "empty.jsonl").write_text("")
-    done = in_process("report", tmp_path / "empty.jsonl", "--out", tmp_path / "r.html", code=2)
-    assert "hold no rows" in done.stderr
-
-
 def test_without_jinja(made, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "jinja2", None)
     done = in_process("report", made, "--out", tmp_path / "r.html", code=1)

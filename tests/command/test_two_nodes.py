@@ -31,11 +31,8 @@ def test_decode_takes_nodes_from_the_machine(tmp_path):
     assert sorted(map(nodes.count, {*nodes})) == [2, 2]
     messages = {row["scheme"]: row["messages"] for row in facts["results"]}
     assert messages["hierarchical"] == 2 + 2 + 2  # up within nodes, leaders exchange, back down
-
-
-def test_ranks_of_two_nodes_take_a_tree_of_nodes(tmp_path):
     over_two_nodes("decode", CACHE, "--json", tmp_path / "facts.json")
-    assert json.loads((tmp_path / "facts.json").read_text())["schemes"] == ["hierarchical"]
+    assert json.loads((tmp_path / "facts.json").read_text())["schemes"] == ["hierarchical"]  # unless named
 
 
 def test_doctor_says_where_ranks_are():

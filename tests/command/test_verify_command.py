@@ -10,7 +10,7 @@ import pytest
 from tests.support.drawn import sample
 from treeattn import files
 
-from .launch import in_process, mpiexec, treeattn
+from .launch import mpiexec, treeattn
 
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
 
@@ -98,46 +98,32 @@ def test_owners_of_the_file_and_several_schemes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "options", "words"),
     [
-        ({"parents": None}, "no tensor 'parents'"),
-        ({"draft_k": None}, "no tensor 'draft_k'"),
-        ({"parents": PARENTS[:, :4]}, "parents has shape [2, 4]"),
-        ({"parents": np.array([[1, 0, 1, 1, 1, 1, 1, 1], PARENTS[1]])}, "form a cycle"),
-        ({"parents": PARENTS.astype(np.float32)}, "parents are float32: integers are needed"),
-        ({"owners": np.full(PARENTS.shape, 2)}, "ranks from 0 to 0"),
-        ({"owners": np.zeros((2, 3), int)}, "owners has shape [2, 3]"),
-        ({"tokens": None}, "target_tokens accept tokens"),
-        ({"draft_v": np.zeros((2, NODES, 2, 8), np.float32)}, "they must be the same"),
-        ({"draft_lengths": np.array([9, 1])}, "from 0 to 8 nodes"),
-        ({"draft_lengths": None, "parents": np.full(PARENTS.shape, -1)}, "row 0 has 8 roots"),
+        ({"parents": None}, "", "no tensor 'parents'"),
+        ({"draft_k": None}, "", "no tensor 'draft_k'"),
+        ({"parents": PARENTS[:, :4]}, "", "parents has shape [2, 4]"),
+        ({"parents": np.array([[1, 0, 1, 1, 1, 1, 1, 1], PARENTS[1]])}, "", "form a cycle"),
+        ({"parents": PARENTS.astype(np.float32)}, "", "parents are float32: integers are needed"),
+        ({"owners": np.full(PARENTS.shape, 2)}, "", "ranks from 0 to 1"),
+        ({"owners": np.zeros((2, 3), int)}, "", "owners has shape [2, 3]"),
+        ({"tokens": None}, "", "target_tokens accept tokens"),
+        ({"draft_v": np.zeros((2, NODES, 2, 8), np.float32)}, "", "they must be the same"),
+        ({"draft_lengths": np.array([9, 1])}, "", "from 0 to 8 nodes"),
+        ({"draft_lengths": None, "parents": np.full(PARENTS.shape, -1)}, "", "row 0 has 8 roots"),
+        ({}, "--scheme kv_ring", "attends while it communicates"),
+        ({}, "--scheme binary_tree,ring", "name one with --scheme"),
+        ({}, "--json {source}", "named twice"),
+        ({}, "--layout sizes=3,0", "adds up to 3 tokens"),
     ],
 )
-def test_bad_files(tmp_path, changes, words):
-    source = written(tmp_path / "tree.safetensors", **changes)
-    result = tmp_path / "out.safetensors"
-    done = in_process("verify", source, "--out", result, "--repeat", 1, code=2)
+def test_bad_input(tmp_path, changes, options, words):
+    """Ranks refuse together, in one line."""
+    source, result = written(tmp_path / "tree.safetensors", **changes), tmp_path / "out.safetensors"
+    given = options.format(source=source).split()
+    done = treeattn("verify", source, *given, "--out", result, ranks=2, code=2)
     assert words in done.stderr
     assert not result.exists()
-
-
-def test_ranks_refuse_together(tmp_path):
-    source = written(tmp_path / "tree.safetensors", owners=np.full(PARENTS.shape, 2))
-    done = treeattn("verify", source, ranks=2, code=2)
-    assert "ranks from 0 to 1" in done.stderr
-
-
-def test_bad_options(tmp_path):
-    source = written(tmp_path / "tree.safetensors")
-    for options, words in (
-        (["--scheme", "kv_ring"], "attends while it communicates"),
-        (["--scheme", "binary_tree,ring", "--out", tmp_path / "out"], "name one with --scheme"),
-        (["--out", source], "named twice"),
-        (["--layout", "sizes=3"], "adds up to 3 tokens"),
-    ):
-        done = in_process("verify", source, *options, code=2)
-        assert done.stdout == "", done.stderr
-        assert words in done.stderr
 
 
 def test_reproducible_results_have_one_hash_on_any_ranks(tmp_path):
