@@ -7,9 +7,7 @@ import sys
 
 import pytest
 
-from tests.unit.study import made_results
-
-from .launch import ROOT, in_process, run
+from .launch import ROOT, in_process
 
 RESULTS = ROOT / "tests" / "data" / "compare.jsonl"
 
@@ -24,17 +22,6 @@ def test_files_of_every_figure_that_there_is(tmp_path):
     summaries = json.loads(numbers.read_text())
     assert {"label", "time_us", "low_us", "ratio", "verdict"} <= summaries[0].keys()
     assert "recursive_doubling" in (out / "time.svg").read_text()
-
-
-def test_no_mpi_is_started(tmp_path):
-    one = made_results.write(tmp_path / "one.jsonl", made_results.keys(["chain", "ring"], [4096]))
-    words = ["plot", str(one), "--figures", "time", "--out", str(tmp_path / "out")]
-    program = (
-        f"import sys\nfrom treeattn.cli import main\ntry: main({words})\n"
-        "finally: print('mpi4py.MPI' in sys.modules)"
-    )
-    done = run("-c", program, cwd=tmp_path, DISPLAY="", MPLBACKEND="no-such-backend", PYTHONPATH=str(ROOT))
-    assert done.stdout.endswith("False\n")
 
 
 @pytest.mark.parametrize(

@@ -34,13 +34,17 @@ def without_mpi(request, tmp_path):
 
 
 SAYS = """
-import json
+import json, sys
 import treeattn
 from tests.command.launch import in_process
 from treeattn.cli import commands
 for words in [
     "schemes", "schedule ring --ranks 3", "paper --list", "paper --ranks-free volume",
     "roofline --tokens 1k --groups 1 --dtypes float32 --repeat 1",
+    "simulate --cluster laptop --ranks 2", "tune --cluster laptop --ranks 2",
+    "check-partials tests/data/smollm2_layer17_4096.expected.safetensors",
+    f"plot tests/data/compare.jsonl --figures time --out {sys.argv[1]}",
+    f"report tests/data/compare.jsonl --out {sys.argv[1]}/report.html",
     "--help", *(f"{name} --help" for name in commands.list_commands(None)),
     "doctor", "decode nothing.safetensors", "compare", "paper",
 ]:
@@ -50,8 +54,9 @@ print(json.dumps(["import", 0, " ".join(treeattn.schemes()), ""]))
 """
 
 
-def test_all_commands(without_mpi):
-    lines = map(json.loads, run("-c", SAYS, **without_mpi).stdout.splitlines())
+def test_all_commands(without_mpi, tmp_path):
+    done = run("-c", SAYS, tmp_path, DISPLAY="", MPLBACKEND="no-such-backend", **without_mpi)
+    lines = map(json.loads, done.stdout.splitlines())
     found = {words: told for words, *told in lines}
     code, out, err = found.pop("doctor")
     assert (code, err) == (1, "")
