@@ -7,8 +7,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from treeattn.collectives import build
-
 from .launch import in_process, treeattn
 
 
@@ -42,15 +40,6 @@ def test_one_schedule_under_several_placements_and_all_schemes():
     assert "chain" in done.stdout
 
 
-def test_a_schedule_of_ones_own_from_its_file_to_its_time(tmp_path):
-    path = tmp_path / "own.json"
-    path.write_text(build("binary_tree", 8).to_json())
-    done = in_process("simulate", "--cluster", "leonardo", "--ranks", 8, "--schemes", f"{path},binary_tree")
-    assert "binary_tree@" in done.stdout
-    again = in_process("simulate", "--cluster", "leonardo", "--schemes", f"{path},binary_tree")
-    assert again.stdout == done.stdout
-
-
 def test_drawings(tmp_path):
     words = ["simulate", "--cluster", "dgx-h100", "--ranks", 16, "--schemes", "hierarchical"]
     svg = in_process(*words, "--format", "svg")
@@ -76,8 +65,6 @@ def test_the_variable_names_the_cluster_and_the_report_says_so(tmp_path):
         facts = json.loads(path.read_text())
         assert (facts["cluster"], facts["named_by"]) == (named, by)
         assert f"4 ranks on {named}{' (TREEATTN_CLUSTER)' * (not given)}: " in done.stdout
-    done = in_process("simulate", "--ranks", 4, TREEATTN_CLUSTER="summit", code=2)
-    assert "TREEATTN_CLUSTER: cluster 'summit': no such cluster" in done.stderr
 
 
 def test_ranks_that_arrive_late(tmp_path):

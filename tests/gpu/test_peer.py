@@ -1,6 +1,6 @@
 """Ranks that read one another's GPU memory: every schedule; where there are fewer GPUs, ranks share them.
 
-Skipped where there is no GPU. `tests/command/test_over_peers.py` runs the same with stand-ins.
+Skipped where there is no GPU. `tests/command/test_over_stand_ins.py` runs the same with stand-ins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NCCL between ranks: every schedule, on as many GPUs as there are, or several ranks on one.
 
 Ranks that share one have an NCCL_HOSTID each (tests/gpu/over_nccl.py). Skipped where there is no NCCL;
-`tests/command/test_over_nccl.py` runs the same with stand-ins.
+`tests/command/test_over_stand_ins.py` runs the same with stand-ins.
 """
 
 from __future__ import annotations

@@ -90,17 +90,17 @@ def command(
         raise ArgumentError("--seconds nan is not in the range 0<x<=3600")
     world = options.world()
     named = None if schemes == "all" else given(world, schemes, on_all=False)
-    own = {scheme.name: scheme for scheme in named or () if isinstance(scheme, Schedule)}
+    user_schedules = {scheme.name: scheme for scheme in named or () if isinstance(scheme, Schedule)}
     where, shared = own_device(world, device)
     over = _transports(world, where, transport)
     keys = collectively(world, lambda: list(_keys(world.size, device, named, over, lists)))
-    predictions = prediction.predictions(world, cluster, keys, own)
+    predictions = prediction.predictions(world, cluster, keys, user_schedules)
     job = _job(world, where, shared)
     output.open(world=world)
-    session = _Session(world, output.out, job, keys, repetitions, predictions, own)
+    session = _Session(world, output.out, job, keys, repetitions, predictions, user_schedules)
     budget = Budget(repetitions, seconds=seconds, patience=PATIENCE)
     try:
-        for block, found in sweep(world, keys, budget, session.done, own):
+        for block, found in sweep(world, keys, budget, session.done, user_schedules):
             session.take(block, found)
         return broadcast_from_root(world, lambda: session.report(output), "the report of rank 0")
     finally:
@@ -208,9 +208,10 @@ class _Session:
         keys: Sequence[Key],
         repetitions: int,
         predictions: Predictions,
-        own: Mapping[str, Schedule],
+        user_schedules: Mapping[str, Schedule],
     ) -> None:
-        self._job, self._keys, self._predictions, self._own = job, keys, predictions, own
+        self._job, self._keys, self._predictions = job, keys, predictions
+        self._user_schedules = user_schedules
         path = out if world.rank == 0 else None
         self._writer = collectively(world, lambda: None if path is None else Writer(path))
         if out is not None:  # on every rank: one that is not within an MPI call names it
@@ -251,8 +252,8 @@ class _Session:
                 "predicted_low_us": estimate.low,
                 "predicted_high_us": estimate.high,
             }
-        if own := self._own.get(block.key.scheme):
-            fields["schedule"] = own.to_json()
+        if schedule := self._user_schedules.get(block.key.scheme):
+            fields["schedule"] = schedule.to_json()
         row = Row(**structs.asdict(block.key), **self._job, **fields)
         self._rows.append(row)
         if self._writer is not None:

@@ -20,7 +20,7 @@ def bench(monkeypatch):
     """One rank whose blocks take a second each; of "chain" nothing can be planned."""
 
     class Bench:
-        def __init__(self, comm, budget, own):
+        def __init__(self, comm, budget, user_schedules):
             pass
 
         def inputs(self, key):

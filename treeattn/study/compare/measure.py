@@ -54,11 +54,11 @@ class Budget:
 class Bench:
     """Measures blocks on one communicator. Creating it is collective.
 
-    own: schedules of one's own among the schemes, by name.
+    user_schedules: those among the schemes, by name.
     """
 
-    def __init__(self, comm: MpiCommunicator, budget: Budget, own: Mapping[str, Schedule]) -> None:
-        self.comm, self.budget, self.own = comm, budget, own
+    def __init__(self, comm: MpiCommunicator, budget: Budget, user_schedules: Mapping[str, Schedule]) -> None:
+        self.comm, self.budget, self.user_schedules = comm, budget, user_schedules
         self.groups = communicators.node_groups(comm)
         placement = environment.placement(comm)
         self.machines = [entry["machine"] for entry in placement]
@@ -73,7 +73,7 @@ class Bench:
     def block(self, key: Key, inputs: problems.Inputs) -> dict[str, Any] | None:
         """The measured columns of a `Row` on rank 0, None elsewhere. Raises what planning raises."""
         began = time.perf_counter()
-        step = steps.plan(self.comm, key, self.own)
+        step = steps.plan(self.comm, key, self.user_schedules)
         planning = self.loop.agree_on_slowest(time.perf_counter() - began)
         parts, prepare = _calls(key, inputs, step)
         cold = self.loop.run(parts, prepare, 1)

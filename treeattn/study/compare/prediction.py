@@ -41,10 +41,9 @@ class Predictions(NamedTuple):
 
 
 def predictions(
-    world: MpiCommunicator, name: str | None, keys: Sequence[Key], own: Mapping[str, Schedule]
+    world: MpiCommunicator, name: str | None, keys: Sequence[Key], user_schedules: Mapping[str, Schedule]
 ) -> Predictions:
-    """Predictions on the cluster of that name, else the one of TREEATTN_CLUSTER. own: schedules of one's own,
-    by name.
+    """Predictions on the cluster of that name, else the one of TREEATTN_CLUSTER. user_schedules: by name.
 
     Collective. Raises what reading the cluster raises, the same on every rank.
     """
@@ -60,7 +59,7 @@ def predictions(
         for _, case in groupby(keys, lambda key: key.case):
             costs: dict[Key, Cost] = {}
             for key in case:
-                if (one := predicted(cluster, places, found.nodes, key, own)) is not None:
+                if (one := predicted(cluster, places, found.nodes, key, user_schedules)) is not None:
                     costs[key] = one
                 without[lacking(cluster, places, key)] = None
             known |= zip(costs, estimates(cluster, list(costs.values())), strict=True)
@@ -86,7 +85,7 @@ def predicted(
     places: Placement,
     nodes: Sequence[Sequence[int]],
     key: Key,
-    own: Mapping[str, Schedule],
+    user_schedules: Mapping[str, Schedule],
 ) -> Cost | None:
     """What one key costs; None for libraries and baselines without a schedule or a ring's
     formula, for an executor without prices there, and for whole steps where it does not say how fast a rank
@@ -103,7 +102,7 @@ def predicted(
     attention = attention_cost(cluster, key.ranks, shape) if key.what == "decode" else Cost({})
     if key.scheme == "query_ring":
         return attention + query_ring_exchange(cluster, places, shape, executor)
-    selection = select(own.get(key.scheme, key.scheme))
+    selection = select(user_schedules.get(key.scheme, key.scheme))
     if selection.own is not None and selection.own.size != key.ranks:  # to run it will say so
         return None
     if selection.own is None and selection.row.generator is None:

@@ -106,11 +106,11 @@ def shape_of(key: Key) -> Shape:
     return Shape(key.batch, key.queries, key.heads, key.kv_heads, key.head_dim, key.dtype)
 
 
-def plan(comm: MpiCommunicator, key: Key, own: Mapping[str, Schedule]) -> PlannedDecode:
-    """A planned step of the scheme of `key`, perhaps one of one's `own`, by name. Collective; raises what
-    `Decoder` raises, on every rank."""
+def plan(comm: MpiCommunicator, key: Key, user_schedules: Mapping[str, Schedule]) -> PlannedDecode:
+    """A planned step of the scheme of `key`, perhaps one of `user_schedules`, by name. Collective; raises
+    what `Decoder` raises, on every rank."""
     if key.scheme != SUM:
-        scheme = own.get(key.scheme, key.scheme)
+        scheme = user_schedules.get(key.scheme, key.scheme)
         output = "heads" if select(scheme).row.scattered else "replicated"
         how = Reduction(scheme, key.transport, output=output)
         return Decoder(comm, **shape_of(key).plain, scheme=how, device=key.device)

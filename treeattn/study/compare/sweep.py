@@ -41,17 +41,17 @@ def sweep(
     keys: Sequence[Key],
     budget: Budget,
     done: Mapping[Block, float] | None = None,
-    own: Mapping[str, Schedule] | None = None,
+    user_schedules: Mapping[str, Schedule] | None = None,
 ) -> Iterator[tuple[Block, dict[str, Any] | TreeattnError | None]]:
     """Measure keys of all ranks, those of a case after one another. Collective.
 
-    done: blocks that need not be measured again, with the microseconds that each took. own: schedules of
-    one's own among the schemes, by name.
+    done: blocks that need not be measured again, with the microseconds that each took.
+    user_schedules: those among the schemes, by name.
 
     Gives each block with None before it starts, and then, on rank 0, with the columns of its row; and a block
     of each scheme that cannot run, with the error.
     """
-    bench, done = Bench(comm, budget, own or {}), done or {}
+    bench, done = Bench(comm, budget, user_schedules or {}), done or {}
     for _, of_case in itertools.groupby(keys, lambda key: key.case):
         case = list(of_case)
         plan = [block for block in blocks(case, budget.repetitions) if block not in done]
