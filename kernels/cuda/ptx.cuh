@@ -165,9 +165,11 @@ __device__ __forceinline__ float to_float(float16 x) {
 
 // ---- 8-bit numbers: the upper byte of a float16, or one moved to where it has another exponent
 
-// Compute capability 8.9 and above convert two numbers of 8 bits at once.
+// Compute capability 8.9 and above convert two numbers of 8 bits at once; of 8.9 CUDA 12.0 does not know it.
 #if !defined(TREEATTN_PLAIN) && defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+#if __CUDA_ARCH__ >= 900 || __CUDACC_VER_MAJOR__ > 12 || __CUDACC_VER_MINOR__ > 0
 #define TREEATTN_CONVERTS_E4M3
+#endif
 #endif
 
 // What `dequantize` leaves to be multiplied with: float16 counts exponents from another number than float8_e4m3fn.

@@ -20,13 +20,17 @@ from typing import NamedTuple
 __all__ = [
     "CompileError",
     "Kernel",
+    "architectures",
     "compile_cubin",
     "compiler_version",
+    "disassembled",
     "kernels",
     "load_rounds",
     "loads_at_once",
     "loads_of_a_look",
+    "nvrtc",
     "problem",
+    "unwritten_registers",
 ]
 
 FLAGS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space")  # as CuPy compiles
@@ -45,6 +49,8 @@ CLASSES = {
     "instructions": r"^(?!NOP)",
 }
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(.*?);")
+_UNIFORM = re.compile(r"\bUR(\d+)\b")
+_WRITES_UNIFORM = re.compile(r"U|R2UR|S2UR|LDCU|VOTEU|C?REDUX")
 # Only the main loop reads past the cache, multiplies matrices, or adds what lanes found of keys.
 _STREAMED = re.compile(r"\bLDG\.\S*\.NA\.|\bHMMA\.|\bSHFL\.")
 
@@ -76,21 +82,39 @@ def problem() -> str | None:
     return None if found else "no NVRTC with nvdisasm: pip install 'treeattn[nvrtc]'"
 
 
+def nvrtc() -> Path:
+    """The NVRTC that is installed."""
+    return Path(_from_wheel("*/lib/libnvrtc.so.[0-9]*") or "")
+
+
 @functools.cache
-def _nvrtc() -> ctypes.CDLL:
-    return ctypes.CDLL(_from_wheel("*/lib/libnvrtc.so.[0-9]*"))
+def _loaded(compiler: Path) -> ctypes.CDLL:
+    """With what it looks for by name alone, which lies beside it."""
+    for builtins in compiler.parent.glob("libnvrtc-builtins.so.*"):
+        ctypes.CDLL(str(builtins))
+    return ctypes.CDLL(str(compiler))
 
 
-def compiler_version() -> str:
-    """Of NVRTC."""
+def compiler_version(compiler: Path | None = None) -> str:
+    """Of an NVRTC, None: of the one that is installed."""
     numbers = ctypes.c_int(), ctypes.c_int()
-    _nvrtc().nvrtcVersion(*map(ctypes.byref, numbers))
+    _loaded(compiler or nvrtc()).nvrtcVersion(*map(ctypes.byref, numbers))
     return "NVRTC {}.{}".format(*(number.value for number in numbers))
 
 
-def compile_cubin(code: str, expressions: Sequence[str], arch: str) -> bytes:
-    """The cubin of kernels of one text, for an architecture such as "90"; CompileError with the log."""
-    library, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
+def architectures(compiler: Path) -> list[str]:
+    """Those that an NVRTC knows, such as "90"."""
+    library, count = _loaded(compiler), ctypes.c_int()
+    library.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    known = (ctypes.c_int * count.value)()
+    library.nvrtcGetSupportedArchs(known)
+    return list(map(str, known))
+
+
+def compile_cubin(code: str, expressions: Sequence[str], arch: str, compiler: Path | None = None) -> bytes:
+    """The cubin of kernels of one text, for an architecture such as "90", by an NVRTC, None: the one that is
+    installed; CompileError with the log."""
+    library, program, size = _loaded(compiler or nvrtc()), ctypes.c_void_p(), ctypes.c_size_t()
 
     def text(what: str) -> bytes:
         getattr(library, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
@@ -110,22 +134,44 @@ def compile_cubin(code: str, expressions: Sequence[str], arch: str) -> bytes:
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def kernels(cubin: bytes) -> dict[str, Kernel]:
-    """Every kernel, by mangled name."""
+def disassembled(cubin: bytes) -> tuple[str, dict[str, str]]:
+    """All that nvdisasm says, and of each kernel, by mangled name, the code."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(cubin)
         command = [str(_from_wheel("*/bin/nvdisasm")), file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return text, dict(re.findall(r"^\.text\.(\S+):$(.*?)(?=^//-----|\Z)", text, re.M | re.S))
+
+
+def kernels(cubin: bytes) -> dict[str, Kernel]:
+    """Every kernel, by mangled name."""
+    text, bodies = disassembled(cubin)
     fact = r"EIATTR_{}\n(?:.*\n)*?.*index@\((\S+)\)\n.*\.word\s+(\S+)"
     facts = [dict(re.findall(fact.format(name), text)) for name in ("REGCOUNT", "FRAME_SIZE")]
     shared = dict(re.findall(r"^\.nv\.shared\.(\S+):\n\s+\.zero\s+(\d+)", text, re.M))
     found = {}
-    for name, body in re.findall(r"^\.text\.(\S+):$(.*?)(?=^//-----|\Z)", text, re.M | re.S):
+    for name, body in bodies.items():
         code = _INSTRUCTION.findall(body)
         counts = {kind: sum(bool(re.search(one, line)) for line in code) for kind, one in CLASSES.items()}
         numbers = (int(numbers_of[name], 16) for numbers_of in facts)
         found[name] = Kernel(*numbers, int(shared.get(name, 0)), counts | _loads(body))
     return found
+
+
+def unwritten_registers(body: str) -> set[str]:
+    """Uniform registers that instructions read and none of them writes: what lies there is left over from
+    another kernel, and as a descriptor of memory an illegal instruction."""
+    read, written = set[int](), set[int]()
+    for instruction in _INSTRUCTION.findall(body):
+        operation, _, operands = re.sub(r"^@!?U?P\w+\s+", "", instruction).partition(" ")
+        named = [[int(number) for number in _UNIFORM.findall(one)] for one in operands.split(",")]
+        # A result comes first, or behind a predicate that is one too.
+        results = next(filter(None, named[:2]), []) if _WRITES_UNIFORM.match(operation) else []
+        width = 4 if ".128" in operation else 2 if re.search(r"\.64|\.WIDE", operation) else 1
+        written |= {first + i for first in results[:1] for i in range(width)}
+        every = [number for numbers in named for number in numbers]
+        read |= set(every[len(results[:1]) :])
+    return {f"UR{number}" for number in read - written}
 
 
 def _loads(body: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""How CuPy declares what this package calls of it: fakes refuse what CuPy itself would refuse.
+"""How CuPy declares what this package calls of it, and a CuPy made up of that: it refuses what CuPy would.
 
 `SIGNATURES` and `ATTRIBUTES` hold for CuPy 14.2; `test_cupy_signatures.py` compares them with a CuPy that is
 installed, for which no GPU is needed.
@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ATTRIBUTES", "SIGNATURES", "signature", "strict"]
+__all__ = ["ATTRIBUTES", "SIGNATURES", "MadeUpCupy", "signature", "strict"]
 
 #: Dotted name below ``cupy`` -> its parameters, without ``self``; None: a property or a type.
 SIGNATURES: dict[str, str | None] = {
@@ -143,3 +143,79 @@ def signature(name: str) -> inspect.Signature:
     declared: dict[str, Any] = {}
     exec(f"def declared({parameters}): ...", declared)
     return inspect.signature(declared["declared"])
+
+
+class _CUDARuntimeError(RuntimeError):
+    """As in cupy.cuda.runtime."""
+
+
+#: Of a machine with one GPU and CUDA 13: what is looked at, returned or raised, by dotted name.
+_ANSWERS: dict[str, Any] = {
+    "__version__": "14.2.0",
+    "ndarray": type("ndarray", (), {}),
+    "cuda.Device.attributes": dict.fromkeys(ATTRIBUTES, 1 << 18),
+    "cuda.Device.compute_capability": "90",
+    "cuda.Device.id": 0,
+    "cuda.Device.pci_bus_id": "0000:3B:00.0",
+    "cuda.Stream.done": True,
+    "cuda.Stream.is_capturing": False,
+    "cuda.Stream.ptr": 77,
+    "cuda.Event.done": False,
+    "cuda.compiler.CompileException": type("CompileException", (Exception,), {}),
+    "cuda.is_available": True,
+    "cuda.memory.OutOfMemoryError": type("OutOfMemoryError", (MemoryError,), {}),
+    "cuda.nvrtc.getVersion": (12, 9),
+    "cuda.runtime.CUDARuntimeError": _CUDARuntimeError,
+    "cuda.runtime.driverGetVersion": 13000,
+    "cuda.runtime.getDevice": 0,
+    "cuda.runtime.getDeviceCount": 1,
+    "cuda.runtime.getDeviceProperties": {
+        "name": b"Made up",
+        "major": 9,
+        "minor": 0,
+        "totalGlobalMem": 1 << 36,
+    },
+    "cuda.runtime.is_hip": False,
+    "cuda.runtime.runtimeGetVersion": 13000,
+}
+
+
+class MadeUpCupy:
+    """``cupy``, a part of it, or an object of one of its classes: what is called is written down in `log`, by
+    dotted name and with what was given, and returns what `answers` says: a value, an error to raise, or a
+    function to call; a new object where a class is called."""
+
+    def __init__(self, name: str = "", answers: dict[str, Any] | None = None, log: list[Any] | None = None):
+        self._name, self.answers = name, {**_ANSWERS} if answers is None else answers
+        self.log: list[Any] = [] if log is None else log
+
+    def __getattr__(self, attribute: str) -> Any:
+        name = f"{self._name}.{attribute}".lstrip(".")
+        if SIGNATURES.get(name) is not None:
+            return strict(name, functools.partial(self._called, name))
+        if name in self.answers:
+            answer = self.answers[name]
+            return answer(self) if inspect.isfunction(answer) else answer
+        if not any(known.startswith(f"{name}.") for known in SIGNATURES):
+            raise AttributeError(f"cupy.{name} is not among the signatures, or has no answer here")
+        return self._part(name)
+
+    def _part(self, name: str) -> MadeUpCupy:
+        return MadeUpCupy(name, self.answers, self.log)
+
+    def _called(self, name: str, *given: Any) -> Any:
+        self.log.append((name, *given))
+        made = any(known.startswith(f"{name}.") for known in SIGNATURES)
+        if name == "cuda.get_current_stream":
+            return self.answers.get(name) or self._part("cuda.Stream")
+        answer = self.answers.get(name, self._part(name) if made else None)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer(*given) if inspect.isfunction(answer) else answer
+
+    def __enter__(self) -> MadeUpCupy:
+        self.log.append(f"in {self._name}")
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.log.append(f"out of {self._name}")

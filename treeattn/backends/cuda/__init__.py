@@ -14,62 +14,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from treeattn.backends.cuda.arguments import check_rows
-    from treeattn.backends.cuda.attention import PlannedAttention, most_queries
-    from treeattn.backends.cuda.block_table import BlockTables
-    from treeattn.backends.cuda.multiply_rows import PlannedProduct
+    from treeattn.backends.cuda.attention import PlannedAttention
     from treeattn.backends.cuda.pull import PlannedPull
-    from treeattn.backends.cuda.records import (
-        MergeOperator,
-        planned_finish,
-        planned_pack,
-        planned_scale,
-    )
-    from treeattn.backends.cuda.runtime import Runtime, default_runtime
-    from treeattn.backends.cuda.splits import MAX_SPLITS
-    from treeattn.backends.cuda.variants import TENSOR_CORES_FROM_ROWS, check_head_dim, kernel_head_dim
-
-_MODULES = {
-    "check_rows": "arguments",
-    "PlannedAttention": "attention",
-    "most_queries": "attention",
-    "BlockTables": "block_table",
-    "PlannedProduct": "multiply_rows",
-    "PlannedPull": "pull",
-    "MergeOperator": "records",
-    "planned_finish": "records",
-    "planned_pack": "records",
-    "planned_scale": "records",
-    "Runtime": "runtime",
-    "default_runtime": "runtime",
-    "MAX_SPLITS": "splits",
-    "TENSOR_CORES_FROM_ROWS": "variants",
-    "check_head_dim": "variants",
-    "kernel_head_dim": "variants",
-}
+    from treeattn.backends.cuda.records import MergeOperator, planned_finish, planned_pack, planned_scale
+    from treeattn.backends.cuda.runtime import Runtime
 
 __all__ = [
-    "MAX_SPLITS",
-    "TENSOR_CORES_FROM_ROWS",
-    "BlockTables",
     "MergeOperator",
     "PlannedAttention",
-    "PlannedProduct",
     "PlannedPull",
     "Runtime",
-    "check_head_dim",
-    "check_rows",
-    "default_runtime",
-    "kernel_head_dim",
-    "most_queries",
     "planned_finish",
     "planned_pack",
     "planned_scale",
 ]
+_MODULES = {"PlannedAttention": "attention", "PlannedPull": "pull", "Runtime": "runtime"}
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULES.get(name, 'records')}"), name)
     return value

@@ -124,7 +124,7 @@ class PlannedPull:
         self._launches[part]()
 
     def fuse_epilogue(self, work: Any) -> Callable[[], object] | None:
-        """A step and the `PlannedFinish` of its records in one launch; None where a step is not one."""
+        """A step and the `planned_finish` of its records in one launch; None where a step is not one."""
         if len(self._launches) > 1 or not self._first.arguments["instructions"]:
             return None
         arguments = self._first.arguments.copy()

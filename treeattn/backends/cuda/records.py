@@ -15,9 +15,10 @@ from treeattn.backends.cuda import pull
 from treeattn.backends.cuda.runtime import (
     THREADS,
     Runtime,
+    check_float32,
     check_records,
     default_runtime,
-    planned_launch,
+    planned_kernel,
     structure,
 )
 from treeattn.collectives.program import Program
@@ -54,16 +55,26 @@ class MergeOperator:
 
     def planned_merge(self, into: Array, other: Array) -> Callable[[], object]:
         """One launch that folds `other` into `into`: C-contiguous [records, width], which never move."""
-        self._check(into, other, into.shape)
-        return self._plan(into, other, 1)
+        return self._planned_merge(into, other, into.shape, 1)
 
     def planned_merge_many(self, into: Array, others: Array) -> Callable[[], object]:
         """Fold others[0], others[1], .. into `into`, in this order, in one launch.
 
         into: C-contiguous [records, width]; others: [count, records, width]. Neither may ever move.
         """
-        self._check(into, others, (others.shape[0], *into.shape))
-        return self._plan(into, others, others.shape[0])
+        return self._planned_merge(into, others, (len(others), *into.shape), len(others))
+
+    def _planned_merge(
+        self, into: Array, others: Array, shape: tuple[int, ...], count: int
+    ) -> Callable[[], object]:
+        if others.shape != shape or into.shape[-1] != self.width:
+            raise ArgumentError(f"records {into.shape} and {others.shape} of width {self.width} cannot merge")
+        for name, array in (("into", into), ("other", others)):
+            check_float32(self._runtime, name, array, array.shape)
+        records = into.size // self.width
+        sizes = {"others_stride": into.size, "records": records, "width": self.width, "count": count}
+        arrays = {"into": into, "others": others}
+        return planned_kernel(self._runtime, "merge_partials", records, _MERGE, **arrays, **sizes)
 
     def window_bytes(self, program: Program) -> int:
         """Bytes of the memory that every rank exposes, where ranks pull from one another."""
@@ -77,7 +88,7 @@ class MergeOperator:
         self, records: Array, program: Program, windows: list[int], seconds: float, blocks: int
     ) -> pull.PlannedPull:
         """A step of `program` over C-contiguous records [records, width], which never move, in one launch."""
-        self._check_float32("records", records, (len(records), self.width), records.flags.c_contiguous)
+        self._check_all(records)
         return pull.PlannedPull(records, program, windows, seconds, blocks, runtime=self._runtime)
 
     def columns(self, records: Array) -> Columns:
@@ -87,13 +98,10 @@ class MergeOperator:
     def planned_maxima(self, records: Array, maxima: Array) -> Callable[[], object]:
         """The maxima of records [records, width] into `maxima` [records], NaN as +inf, in one launch. Neither
         array may ever move."""
-        self._check_float32("records", records, (len(records), self.width), records.flags.c_contiguous)
-        self._check_float32("maxima", maxima, (len(records),), maxima.flags.c_contiguous)
-        arguments = np.zeros(1, _TAKE_MAXIMA)
-        arguments["records"], arguments["maxima"] = map(self._runtime.address, (records, maxima))
-        arguments["count"], arguments["width"] = len(records), self.width
-        kernel = self._runtime.kernel("take_maxima", "take_maxima")
-        return planned_launch(kernel, -(-len(records) // THREADS), arguments, (records, maxima))
+        self._check_all(records, maxima)
+        sizes, blocks = {"count": len(records), "width": self.width}, -(-len(records) // THREADS)
+        arrays = {"records": records, "maxima": maxima}
+        return planned_kernel(self._runtime, "take_maxima", blocks, _TAKE_MAXIMA, **arrays, **sizes)
 
     def planned_rescale(
         self, records: Array, maxima: Array, denominators: Array, numerators: Array
@@ -104,88 +112,41 @@ class MergeOperator:
         maxima: [records]. denominators [records] and numerators [records, head_dim]: written, of any stride
         between records; they may be the records' own.
         """
-        self._check_float32("records", records, (len(records), self.width), records.flags.c_contiguous)
-        self._check_float32("maxima", maxima, (len(records),), maxima.flags.c_contiguous)
-        self._check_float32("denominators", denominators, (len(records),))
-        rows = numerators.strides[1] == numerators.dtype.itemsize
-        self._check_float32("numerators", numerators, (len(records), self.width - partial.EXTRA), rows)
-        arguments = np.zeros(1, _RESCALE)
-        arrays = {
-            "records": records,
-            "maxima": maxima,
-            "denominators": denominators,
-            "numerators": numerators,
+        self._check_all(records, maxima)
+        count, v_dim = len(records), self.width - partial.EXTRA
+        check_float32(self._runtime, "denominators", denominators, (count,), strided=True)
+        check_float32(self._runtime, "numerators", numerators, (count, v_dim), strided=True)
+        arrays = {"records": records, "maxima": maxima}
+        arrays |= {"denominators": denominators, "numerators": numerators}
+        sizes = {
+            "denominator_stride": denominators.strides[0] // denominators.itemsize,
+            "numerator_stride": numerators.strides[0] // numerators.itemsize,
+            "width": self.width,
         }
-        for name, array in arrays.items():
-            arguments[name] = self._runtime.address(array)
-        arguments["denominator_stride"] = denominators.strides[0] // denominators.dtype.itemsize
-        arguments["numerator_stride"] = numerators.strides[0] // numerators.dtype.itemsize
-        arguments["width"] = self.width
-        kernel = self._runtime.kernel("rescale", "rescale")
-        return planned_launch(kernel, len(records), arguments, tuple(arrays.values()))
+        return planned_kernel(self._runtime, "rescale", count, _RESCALE, **arrays, **sizes)
 
-    def _check_float32(
-        self, name: str, array: Array, shape: tuple[int, ...], contiguous: bool = True
-    ) -> None:
-        self._runtime.check(name, array)
-        if array.shape != shape or array.dtype != np.float32 or not contiguous:
-            raise ArgumentError(f"{name} must be C-contiguous float32 {shape}, not {array.dtype}")
-
-    def _check(self, into: Array, others: Array, shape: tuple[int, ...]) -> None:
-        self._runtime.check("into", into)
-        self._runtime.check("other", others)
-        if others.shape != shape or into.shape[-1] != self.width:
-            raise ArgumentError(f"records {into.shape} and {others.shape} of width {self.width} cannot merge")
-        for array in (into, others):
-            if array.dtype != np.float32 or not array.flags.c_contiguous:
-                raise ArgumentError(f"records to merge must be C-contiguous float32, not {array.dtype}")
-
-    def _plan(self, into: Array, others: Array, count: int) -> Callable[[], object]:
-        arguments = np.zeros(1, _MERGE)
-        records = into.size // self.width
-        arguments["into"], arguments["others"] = self._runtime.address(into), self._runtime.address(others)
-        arguments["others_stride"], arguments["count"] = into.size, count
-        arguments["records"], arguments["width"] = records, self.width
-        kernel = self._runtime.kernel("merge_partials", "merge_partials")
-        return planned_launch(kernel, records, arguments, (into, others))
-
-
-class PlannedFinish:
-    """A launch that turns records into out and lse, as `treeattn.partial.finish` does, to the bit."""
-
-    def __init__(self, arguments: Any, arrays: tuple[Any, ...], launch: Callable[[], object]) -> None:
-        """arguments: FinishArguments; arrays: what they point to; launch: with them."""
-        self.arguments, self.arrays, self._launch = arguments, arrays, launch
-
-    def __call__(self) -> None:
-        self._launch()
+    def _check_all(self, records: Array, maxima: Array | None = None) -> None:
+        check_float32(self._runtime, "records", records, (len(records), self.width))
+        if maxima is not None:
+            check_float32(self._runtime, "maxima", maxima, (len(records),))
 
 
 def planned_finish(
     records: Array, out: Array, lse: Array, *, runtime: Runtime | None = None
-) -> PlannedFinish:
-    """For C-contiguous float32 records [batch, heads, queries, head_dim + 2], out [batch, queries, heads,
-    head_dim] and lse [batch, heads, queries] that never move. Raises `ArgumentError`."""
+) -> Callable[[], object]:
+    """A launch that turns records into out and lse, as `treeattn.partial.finish` does, to the bit.
+
+    For C-contiguous float32 records [batch, heads, queries, head_dim + 2], out [batch, queries, heads,
+    head_dim] and lse [batch, heads, queries] that never move. Raises `ArgumentError`.
+    """
     runtime = runtime or default_runtime()
     check_records(records, runtime)
     batch, heads, queries, width = records.shape
-    head_dim = width - partial.EXTRA
-    for name, array, shape in (
-        ("out", out, (batch, queries, heads, head_dim)),
-        ("lse", lse, (batch, heads, queries)),
-    ):
-        runtime.check(name, array)
-        if array.shape != shape or array.dtype != np.float32 or not array.flags.c_contiguous:
-            raise ArgumentError(
-                f"{name} must be C-contiguous float32 of shape {shape}, not {array.dtype} {array.shape}"
-            )
-    arguments = np.zeros(1, _FINISH)
-    arguments["records"], arguments["out"], arguments["lse"] = map(runtime.address, (records, out, lse))
-    arguments["heads"], arguments["queries"], arguments["head_dim"] = heads, queries, head_dim
-    kernel = runtime.kernel("finish", "finish")
-    arrays = records, out, lse
-    launch = planned_launch(kernel, batch * heads * queries, arguments, arrays)
-    return PlannedFinish(arguments, arrays, launch)
+    sizes = {"heads": heads, "queries": queries, "head_dim": width - partial.EXTRA}
+    check_float32(runtime, "out", out, (batch, queries, heads, sizes["head_dim"]))
+    check_float32(runtime, "lse", lse, (batch, heads, queries))
+    arrays = {"records": records, "out": out, "lse": lse}
+    return planned_kernel(runtime, "finish", batch * heads * queries, _FINISH, **arrays, **sizes)
 
 
 def planned_pack(
@@ -200,12 +161,8 @@ def planned_pack(
         raise ArgumentError(f"records on the GPU are float32, not {records.dtype}: use device='cpu'")
     device = runtime or default_runtime()
     width = records.shape[-1]
-    arguments = np.zeros(1, _PACK)
-    arguments["records"], arguments["factor"] = device.address(records), factor
-    arguments["head_dim"] = width - partial.EXTRA
-    launch = planned_launch(
-        device.kernel("pack_partials", "pack_partials"), records.size // width, arguments, (records,)
-    )
+    fields = {"records": records, "factor": factor, "head_dim": width - partial.EXTRA}
+    launch: Any = planned_kernel(device, "pack_partials", records.size // width, _PACK, **fields)
     room: dict[str, Array] = {}
 
     def pack(out: Array, lse: Array) -> None:
@@ -216,8 +173,8 @@ def planned_pack(
             )
         for name, array in (("out", out), ("lse", lse)):
             device.check(name, array)
-            arguments[name] = device.address(_packed(device, room, name, array))
-        arguments["out_type"] = _TYPES[out.dtype.name]
+            launch.arguments[name] = device.address(_packed(device, room, name, array))
+        launch.arguments["out_type"] = _TYPES[out.dtype.name]
         launch()
 
     return pack
@@ -237,8 +194,5 @@ def _packed(device: Runtime, room: dict[str, Array], name: str, array: Array) ->
 
 def planned_scale(lse: Array, factor: float, *, runtime: Runtime | None = None) -> Callable[[], object]:
     """A call that multiplies float32 lse by `factor`, in place: one launch."""
-    device = runtime or default_runtime()
-    arguments = np.zeros(1, _SCALE)
-    arguments["lse"], arguments["factor"], arguments["count"] = device.address(lse), factor, lse.size
-    blocks = -(-lse.size // THREADS)
-    return planned_launch(device.kernel("scale_lse", "scale_lse"), blocks, arguments, (lse,))
+    fields, blocks = {"lse": lse, "factor": factor, "count": lse.size}, -(-lse.size // THREADS)
+    return planned_kernel(runtime or default_runtime(), "scale_lse", blocks, _SCALE, **fields)

@@ -96,11 +96,38 @@ def planned_launch(
     kernel: Callable[..., object], blocks: int, arguments: Any, arrays: tuple[Any, ...]
 ) -> Callable[[], object]:
     """A launch with its argument structure, and the arrays that it points into tied to its life."""
-    if blocks == 0:
-        return lambda: None
     launch = functools.partial(kernel, (blocks,), (THREADS,), (as_bytes(arguments),))
-    launch.arrays = arrays  # type: ignore[attr-defined]
+    if blocks == 0:
+        launch = functools.partial(tuple)
+    launch.arguments, launch.arrays = arguments, arrays  # type: ignore[attr-defined]
     return launch
+
+
+def planned_kernel(
+    runtime: Runtime, name: str, blocks: int, arguments: np.dtype[Any], **fields: Any
+) -> Callable[[], object]:
+    """A launch of the kernel that its file is named after. fields: of its argument structure, numbers, or
+    arrays, of which it gets the addresses."""
+    filled, arrays = np.zeros(1, arguments), []
+    for field, value in fields.items():
+        if not isinstance(value, int | float):
+            arrays.append(value)
+            value = runtime.address(value)
+        filled[field] = value
+    return planned_launch(runtime.kernel(name, name), blocks, filled, tuple(arrays))
+
+
+def check_float32(
+    runtime: Runtime, name: str, array: Array, shape: tuple[int, ...], strided: bool = False
+) -> None:
+    """Raise `ArgumentError` unless it is a C-contiguous float32 array of this device and of this shape;
+    strided: only its last axis of several has to be contiguous."""
+    runtime.check(name, array)
+    lies = array.flags.c_contiguous or (strided and (array.ndim == 1 or array.strides[-1] == array.itemsize))
+    if array.shape != shape or array.dtype != np.float32 or not lies:
+        raise ArgumentError(
+            f"{name} must be C-contiguous float32 of shape {shape}, not {array.dtype} {array.shape}"
+        )
 
 
 def check_records(records: Array, runtime: Runtime) -> None:
