@@ -1,9 +1,10 @@
 """A day on a GPU in one call that needs no installation: python benchmarks/gpu.py [FAMILY ..] [--tar FILE]
+That python has NumPy, CuPy, msgspec and ml_dtypes; pytest and hypothesis for the tests, mpi4py for ranks.
 
-Each family is a process of its own with a limit of time, so that a kernel which fails takes no other along.
-It leaves docs/results/gpu_FAMILY.json: machine, commit, command, exit code, seconds, and what it found or the
-end of what it printed. --tar keeps them in one file, written anew after each family, for a machine that is
-taken back.
+Each family is a session of its own with a limit of time, so that a kernel which fails takes no other along;
+those that measure come first. It leaves docs/results/gpu_FAMILY.json: machine, commit, command, exit code,
+seconds, and what it found or the end of what it printed. --tar keeps them in one file, written anew after
+each family, for a machine that is taken back.
 
 Times are of a whole step (attention, merge of the splits, finish), one query of bfloat16 over a cold L2
 unless a shape says more, beside torch's SDPA where torch is, and beside a copy: percent of copy rate as in
@@ -17,6 +18,7 @@ import functools
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -39,9 +41,10 @@ from treeattn.study import environment  # noqa: E402
 from treeattn.study.roofline import cuda as roofline  # noqa: E402
 
 CACHE = "tests/data/smollm2_layer17_4096"
-PYTEST = "{python} -m pytest -q -p no:cacheprovider tests/gpu"
+# Without the settings of setup.cfg, which ask for plugins and take a warning of CuPy for an error.
+PYTEST = "{python} -m pytest -q -c /dev/null --rootdir=. -p no:cacheprovider tests/gpu"
 DECODE = f"mpiexec -n 2 {{python}} -m treeattn decode {CACHE}.safetensors --device cuda --transport host"
-SANITIZER = f"compute-sanitizer --error-exitcode 9 --tool {{}} {PYTEST}/test_decoder.py"
+SANITIZER = f"compute-sanitizer --error-exitcode 9 --tool {{}} {PYTEST}/test_decoder.py -k d128"
 #: Family -> limit in seconds, and its command; a family without one is timed by this file.
 COMMANDS = {
     "doctor": (60, "{python} -m treeattn doctor --json {out}"),
@@ -81,7 +84,7 @@ TIMED = {
     "others": [Shape(32, 8, page=PAGE), Shape(32, 8, 8192, batch=8), Shape(32, 8, head_dim=256)],
 }
 REDUCTIONS = ("all_gather_merge", "recursive_doubling", "binary_tree", "reduce_scatter_gather")
-FAMILIES = [*COMMANDS, *TIMED, "reduction"]
+FAMILIES = ["doctor", *TIMED, "reduction", *[family for family in COMMANDS if family != "doctor"]]
 
 
 class Step:
@@ -90,19 +93,17 @@ class Step:
     def __init__(self, stopwatch: Any, shape: Shape) -> None:
         self.shape, self.runtime = shape, stopwatch.runtime
         self.queries, width = shape.nodes or 1, 512 if shape.latent else shape.head_dim
-        rows = shape.batch * shape.heads * self.queries
-        zeros = self.runtime.zeros
-        records = zeros(rows * (width + 2), np.float32).reshape(
-            shape.batch, shape.heads, self.queries, width + 2
-        )
-        self.out = zeros(rows * width, np.float32).reshape(shape.batch, self.queries, shape.heads, width)
-        lse = zeros(rows, np.float32).reshape(shape.batch, shape.heads, self.queries)
+        batch, heads, zeros = shape.batch, shape.heads, self.runtime.zeros
+        rows = batch * heads * self.queries
+        records = zeros(rows * (width + 2), np.float32).reshape(batch, heads, self.queries, width + 2)
+        self.out = zeros(rows * width, np.float32).reshape(batch, self.queries, heads, width)
+        lse = zeros(rows, np.float32).reshape(batch, heads, self.queries)
         eight = {"kv_dtype": shape.dtype, "k_scale": 1.0, "v_scale": 1.0} if "float8" in shape.dtype else {}
         self.attend = cuda.PlannedAttention(
             records, scale=shape.head_dim**-0.5, tables=self.tables(), runtime=self.runtime, **eight
         )
         self.finish = cuda.planned_finish(records, self.out, lse, runtime=self.runtime)
-        q_shape = (shape.batch, self.queries, shape.heads, shape.head_dim)
+        q_shape = (batch, self.queries, heads, shape.head_dim)
         self.q = roofline.upload_random(self.runtime, q_shape, np.dtype(np.uint16))
         size = shape.batch * shape.tokens * shape.kv_heads * shape.head_dim * (1 if eight else 2)
         count = 1 + max(1, -(-2 * stopwatch.l2_bytes // (size if shape.latent else 2 * size)))
@@ -171,7 +172,7 @@ def torch_lap(stopwatch: Any, step: Step) -> Any:
         return "not served by torch"
     try:
         torch = importlib.import_module("torch")
-    except ImportError as error:
+    except (ImportError, OSError) as error:  # or a library that it needs is for another CUDA
         return str(error)
     if not torch.cuda.is_available():
         return "torch sees no GPU"
@@ -190,7 +191,7 @@ def torch_lap(stopwatch: Any, step: Step) -> Any:
     with torch.cuda.graph(graph):
         kept = [attend(query, *pair) for pair in pairs]
     step(*step.caches[-1])
-    difference = float(np.abs(answer.transpose(1, 2).float().cpu().numpy() - on_host(step.out)).max())
+    difference = float(np.abs(answer.transpose(1, 2).float().cpu().numpy() - step.out.get()).max())
     if not difference <= TOLERANCE:
         return f"another result: it differs by {difference:.1e}"
 
@@ -199,10 +200,6 @@ def torch_lap(stopwatch: Any, step: Step) -> Any:
             graph.replay()
 
     return launch
-
-
-def on_host(array: Any) -> Any:
-    return array.get() if hasattr(array, "get") else array
 
 
 def time_shapes(stopwatch: Any, shapes: list[Shape], repeats: int = 11) -> Iterator[dict[str, Any]]:
@@ -243,21 +240,29 @@ def measure(family: str) -> None:
         print(json.dumps(row), flush=True)
 
 
-def run(family: str, python: str, folder: Path) -> dict[str, Any]:
+def run(family: str, folder: Path) -> dict[str, Any]:
     """A family in its own process: how it ended, and what it found or printed last."""
     out = folder / f"gpu_{family}.part"
     limit, words = COMMANDS.get(family, (150, f"{{python}} benchmarks/gpu.py --measure {family}"))
-    command = [word.format(python=python, out=out) for word in words.split(" ")]
+    command = [word.format(python=sys.executable, out=out) for word in words.split(" ")]
     began, settings = time.monotonic(), {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
-    settings["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    for name, first in (
+        ("PYTHONPATH", ROOT),
+        ("PATH", Path(sys.executable).parent),
+    ):  # mpiexec lies beside python
+        settings[name] = os.pathsep.join(filter(None, (str(first), os.environ.get(name))))
+    code, printed = None, ""
     try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=settings, capture_output=True, text=True, timeout=limit, check=False
-        )
-        code, printed = done.returncode, done.stdout + done.stderr
-        rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"')]
-    except (OSError, subprocess.TimeoutExpired) as error:
-        code, printed, rows = None, str(error), []
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen(command, cwd=ROOT, env=settings, start_new_session=True, **pipes) as process:
+            try:
+                printed, code = process.communicate(timeout=limit)[0], process.returncode
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)  # ranks, too: they would be felt by the next family
+                printed = process.communicate()[0] + f"\nended after {limit} s"
+    except OSError as error:
+        printed = str(error)
+    rows = [json.loads(line) for line in printed.splitlines() if line.startswith('{"')]
     found = json.loads(out.read_text()) if out.exists() else rows or printed[-4000:].splitlines()
     out.unlink(missing_ok=True)
     facts = {"command": words, "exit_code": code, "seconds": round(time.monotonic() - began, 1)}
@@ -269,9 +274,6 @@ def main() -> None:
     parser.add_argument("families", nargs="*", metavar="FAMILY", help=", ".join(FAMILIES))
     parser.add_argument("--results", type=Path, default=ROOT / "docs/results")
     parser.add_argument("--tar", type=Path)
-    parser.add_argument(
-        "--python", default=sys.executable, help="with NumPy, CuPy, pytest, and mpi4py for `host`"
-    )
     parser.add_argument("--measure", choices=[*TIMED, "reduction"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
@@ -285,7 +287,7 @@ def main() -> None:
     facts = {"device": CupyStopwatch().facts(), "software": environment.software()}
     failed, written = [], []
     for family in options.families or FAMILIES:
-        found = run(family, options.python, options.results)
+        found = run(family, options.results)
         failed += [family] if found["exit_code"] != 0 else []
         written.append(options.results / f"gpu_{family}.json")
         written[-1].write_text(json.dumps(facts | found, indent=1) + "\n")

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import verbs
-from tests.support.attention_contract import PLAIN, AttentionContract, bits
+from tests.support.attention_contract import PLAIN, bits, zeros
 from tests.support.drawn import sample
+from tests.support.gpu_contract import GpuContract
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
@@ -20,7 +20,7 @@ from treeattn.backends.cuda import attention
 from treeattn.backends.cuda.splits import Splits, choose_splits
 from treeattn.errors import ArgumentError, BackendError
 
-from .cases import CASES, Case, Inputs, is_tensor_core_case
+from .cases import CASES, Case, is_tensor_core_case
 from .raw_module import compiler_problem
 from .runtime import CountingRuntime, EmulatorRuntime
 
@@ -28,47 +28,16 @@ Array = np.ndarray[Any, Any]
 needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 
-def records_for(case: Case) -> Array:
-    return np.full((case.batch, case.heads, case.queries, case.width + 2), 77, np.float32)
-
-
-def attend(case: Case, runtime: EmulatorRuntime, inputs: Inputs | None = None, **options: Any) -> Array:
-    """The records of a case."""
-    q, k, v, lengths, visible = inputs or case.inputs()
-    records = records_for(case)
-    options = {"num_splits": case.splits, "tensor_cores": case.tensor_cores, **options}
-    verbs.attend(
-        cuda,
-        *(q, k, v, records),
-        scale=case.scale,
-        lengths=lengths,
-        tables=visible,
-        runtime=runtime,
-        **options,
-    )
-    return records
-
-
-def finished(records: Array, finish: Any) -> tuple[Array, Array]:
-    batch, heads, queries, width = records.shape
-    out = np.full((batch, queries, heads, width - 2), 77, np.float32)
-    lse = np.full((batch, heads, queries), 77, np.float32)
-    finish(records, out, lse)
-    return out, lse
-
-
 @needs_emulator
-class TestOnTheEmulator(AttentionContract):
-    backend = cuda
+class TestOnTheEmulator(GpuContract):
     cases = sample(8, CASES)
-    gate, few = 4, 2
 
-    def options(self, case: Case, order: int) -> dict[str, Any]:
-        place = {"runtime": EmulatorRuntime(seed=order)}
-        return {"num_splits": case.splits, "tensor_cores": case.tensor_cores, **place}
+    def runtime(self, seed: int = 0, **device: Any) -> EmulatorRuntime:
+        return EmulatorRuntime(seed=seed, **device)
 
-    def rounds(self, case: Case) -> bool:
-        return is_tensor_core_case(case)
+
+CONTRACT = TestOnTheEmulator()
+attend, refused = CONTRACT.attend, CONTRACT.refused
 
 
 MANY = [
@@ -83,52 +52,32 @@ MANY = [
 def test_splits_merge_on_two_levels(case: Case, fan: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into the same partial, and the same bits whichever block is last."""
     monkeypatch.setattr(attention, "choose_splits", lambda load, number: Splits(number, fan))
-    records = [attend(case, EmulatorRuntime(seed=seed)) for seed in (0, 1, 2)]
+    records = [attend(case, order=seed) for seed in (0, 1, 2)]
     assert (bits(records[0]) == bits(records[1])).all()
     assert (bits(records[0]) == bits(records[2])).all()
-    runtime = EmulatorRuntime()
-    out, lse = finished(records[0], lambda *arrays: verbs.finish(cuda, *arrays, runtime=runtime))
-    case.check(out, lse, is_tensor_core_case(case))
+    case.check(*CONTRACT.results(records[0]), is_tensor_core_case(case))
 
 
 @needs_emulator
 @pytest.mark.parametrize("case", PLAIN, ids=str)
-def test_a_plan_launches_again_and_follows_growing_lengths(case: Case) -> None:
+def test_a_plan_launches_again_without_allocating(case: Case) -> None:
     runtime = EmulatorRuntime()
+    planned, _ = CONTRACT.planned(case, runtime=runtime)
     q, k, v, _, _ = case.inputs()
     lengths = np.zeros(case.batch, np.int64)
-    records = records_for(case)
-    planned = cuda.PlannedAttention(records, scale=case.scale, num_splits=case.splits, runtime=runtime)
     planned(q, k, v, lengths)
     allocations = runtime.allocations
     for length in (0, 3, 64, 150):
         lengths[:] = length  # in place: the kernel reads it, the plan does not look
         planned(q, k, v, lengths)
-        fresh = Inputs(q, k, v, lengths, None)
-        assert (bits(records) == bits(attend(case, EmulatorRuntime(), fresh))).all()
-    assert runtime.launches == 5
-    assert runtime.allocations == allocations
-
-
-@needs_emulator
-@pytest.mark.parametrize("case", PLAIN, ids=str)
-@pytest.mark.parametrize(("given", "meant"), [(-1, 0), (-(2**31), 0), (151, 150), (2**40 + 1, 150)])
-def test_lengths_are_clamped(case: Case, given: int, meant: int) -> None:
-    """The host cannot look at them without waiting."""
-    q, k, v, _, _ = case.inputs()
-    assert k.shape[1] == 150
-    found, wanted = (
-        attend(case, EmulatorRuntime(), Inputs(q, k, v, np.full(case.batch, length, np.int64), None))
-        for length in (given, meant)
-    )
-    assert (bits(found) == bits(wanted)).all()
+    assert (runtime.launches, runtime.allocations) == (5, allocations)
 
 
 @needs_emulator
 def test_a_device_with_little_shared_memory_takes_the_multiply_add_kernel() -> None:
     case = Case("bfloat16", 64, group=4, splits=2)
-    small = attend(case, EmulatorRuntime(shared_bytes=30 << 10))
-    assert (bits(small) == bits(attend(case, EmulatorRuntime(), tensor_cores=False))).all()
+    small = attend(case, runtime=EmulatorRuntime(shared_bytes=30 << 10))
+    assert (bits(small) == bits(attend(case, tensor_cores=False))).all()
 
 
 def test_a_growing_cache_chooses_its_splits_once_in_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,27 +134,6 @@ def test_a_view_that_is_laid_out_alike_is_still_refused() -> None:
         planned(q, aligned.tolist(), aligned)
 
 
-@needs_emulator
-@pytest.mark.parametrize(
-    ("dtype", "kv", "offset"),
-    sample(
-        8,
-        itertools.product(["float32", "float16", "bfloat16"], ["float32", "bfloat16"], [0, 1, 2, 4, 8]),
-    ),
-)
-def test_rows_of_q_may_lie_anywhere(dtype: str, kv: str, offset: int) -> None:
-    """Where rows are not aligned to 16 bytes they are loaded element by element: the same bits."""
-    case = Case(kv, 64, group=4, queries=3, kv_heads=1, tokens=40, splits=2)
-    _, k, v, _, _ = case.inputs()
-    q = np.random.default_rng(1).standard_normal((1, 3, 4, 64)).astype(Case(dtype, 64).inputs().q.dtype)
-    room = np.full((1, 3, 5, 64 + 9), np.nan, q.dtype)
-    moved = room[:, :, 1:, offset : offset + 64]
-    moved[...] = q
-    want = attend(case, EmulatorRuntime(), Inputs(q, k, v, None, None))
-    assert np.isfinite(want).all()
-    assert (bits(attend(case, EmulatorRuntime(), Inputs(moved, k, v, None, None))) == bits(want)).all()
-
-
 def of_shape(*shape: int) -> Array:
     """An array of any size in the memory of one row."""
     return np.broadcast_to(np.zeros(shape[3], np.float32), shape)
@@ -221,8 +149,8 @@ UNALIGNED = np.zeros(1 + 9 * 2 * 64, np.float32)[1:].reshape(1, 9, 2, 64)
 assert UNALIGNED.ctypes.data % 16
 
 
-def zeros(tokens: int, head_dim: int, heads: int = 2, dtype: Any = np.float32) -> Array:
-    return np.zeros((1, tokens, heads, head_dim), dtype)
+def row(tokens: int, head_dim: int, dtype: Any = np.float32) -> Array:
+    return zeros(1, tokens, 2, head_dim, dtype=dtype)
 
 
 def records_of(heads: int, head_dim: int, batch: int = 1) -> dict[str, Array]:
@@ -230,19 +158,19 @@ def records_of(heads: int, head_dim: int, batch: int = 1) -> dict[str, Array]:
 
 
 ODD_BYTES = np.zeros(1 + 2 * 256, np.uint8)[1:].view(np.float32).reshape(1, 1, 2, 64)
-LATENT = {"q": zeros(1, 576), "k": zeros(9, 576), "v": zeros(9, 512), **records_of(2, 512)}
+LATENT = {"q": row(1, 576), "k": row(9, 576), "v": row(9, 512), **records_of(2, 512)}
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": zeros(1, 72)}, r"kv_heads, head_dim\] = .* 72\]"),
-        ({"k": zeros(9, 64, dtype=np.float64)}, "device='cpu'"),
-        ({"v": zeros(9, 128)[..., ::2]}, "last axis of v.*ascontiguous"),
-        ({"q": zeros(1, 128)[..., ::2]}, "last axis of q.*ascontiguous"),
+        ({"q": row(1, 72)}, r"kv_heads, head_dim\] = .* 72\]"),
+        ({"k": row(9, 64, dtype=np.float64)}, "device='cpu'"),
+        ({"v": row(9, 128)[..., ::2]}, "last axis of v.*ascontiguous"),
+        ({"q": row(1, 128)[..., ::2]}, "last axis of q.*ascontiguous"),
         ({"q": ODD_BYTES}, "rows of q must begin at multiples of 4 bytes"),
         ({"k": UNALIGNED}, "rows of k must begin at multiples of 16 bytes"),
-        ({"v": zeros(9, 66)[..., :64]}, "multiples of 16 bytes"),
+        ({"v": row(9, 66)[..., :64]}, "multiples of 16 bytes"),
         ({"records": np.zeros((1, 2, 1, 66), np.float64)}, "float32"),
         ({"lengths": np.zeros(1, np.int32)}, "int64"),
         ({"lengths": [9]}, "list"),
@@ -270,49 +198,22 @@ LATENT = {"q": zeros(1, 576), "k": zeros(9, 576), "v": zeros(9, 512), **records_
 )
 def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
-        refused(change)
+        refused(**change)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"v": zeros(9, 56), **records_of(2, 56)}, "keys of 64 and values of 56 channels.*576 and 512"),
+        ({"v": row(9, 56), **records_of(2, 56)}, "keys of 64 and values of 56 channels.*576 and 512"),
         (
-            {"q": zeros(1, 72), "k": zeros(9, 72), "v": zeros(9, 72), **records_of(2, 72)},
+            {"q": row(1, 72), "k": row(9, 72), "v": row(9, 72), **records_of(2, 72)},
             "head_dim 72: there are 64, 80",
         ),
     ],
 )
 def test_what_no_kernel_serves_is_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(BackendError, match=message):
-        refused(change)
-
-
-def refused(change: dict[str, Any]) -> None:
-    given = {"q": zeros(1, 64), "k": zeros(9, 64), "v": zeros(9, 64), **records_of(2, 64)}
-    verbs.attend(cuda, **{**given, "scale": 1.0, "runtime": EmulatorRuntime(), **change})
-
-
-@needs_emulator
-def test_a_plan_forgets_arrays_when_others_are_refused() -> None:
-    case, runtime = PLAIN[0], EmulatorRuntime()
-    q, k, v, _, _ = case.inputs()
-    records = records_for(case)
-    planned = cuda.PlannedAttention(records, scale=case.scale, num_splits=case.splits, runtime=runtime)
-    planned(q, k, v)
-    first = records.copy()
-    with pytest.raises(ArgumentError, match="lengths are int32"):
-        planned(q, k[:, :3], v[:, :3], np.zeros(case.batch, np.int32))
-    planned(q, k, v)
-    assert (bits(records) == bits(first)).all()
-
-
-@needs_emulator
-def test_a_query_of_another_type_than_the_cache_takes_the_multiply_add_kernel() -> None:
-    case = Case("bfloat16", 64, group=4, splits=2)
-    q, k, v, _, _ = case.inputs()
-    records = attend(case, EmulatorRuntime(), Inputs(q.astype(np.float32), k, v, None, None))
-    assert (bits(records) == bits(attend(case, EmulatorRuntime(), tensor_cores=False))).all()
+        refused(**change)
 
 
 class Allocating(EmulatorRuntime):
@@ -334,8 +235,7 @@ class Allocating(EmulatorRuntime):
 def test_workspace_of_a_captured_graph_outlives_a_larger_cache() -> None:
     """The graph goes on to write where the splits were when it was captured."""
     runtime, small, large = Allocating(), Case("float32", 64, tokens=300), Case("float32", 64, tokens=3000)
-    records = records_for(small)
-    planned = cuda.PlannedAttention(records, scale=small.scale, runtime=runtime)
+    planned, records = CONTRACT.planned(small, runtime=runtime)
     q, k, v, _, _ = small.inputs()
     planned(q, k, v)
     first = records.copy()
@@ -363,8 +263,7 @@ class FullDevice(EmulatorRuntime):
 def test_a_plan_outlives_a_lack_of_memory() -> None:
     case, runtime = PLAIN[0], FullDevice()
     q, k, v, _, _ = case.inputs()
-    records = records_for(case)
-    planned = cuda.PlannedAttention(records, scale=case.scale, num_splits=case.splits, runtime=runtime)
+    planned, records = CONTRACT.planned(case, runtime=runtime)
     runtime.full = True
     for _ in range(2):
         with pytest.raises(BackendError, match="out of GPU memory"):
@@ -372,6 +271,4 @@ def test_a_plan_outlives_a_lack_of_memory() -> None:
     assert (records == 77).all()
     runtime.full = False
     planned(q, k, v)
-    case.check(
-        *finished(records, lambda *arrays: verbs.finish(cuda, *arrays, runtime=runtime)), tensor_cores=False
-    )
+    case.check(*CONTRACT.results(records), tensor_cores=False)

@@ -69,8 +69,8 @@ def run(sanitizer: str, what: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
 @pytest.mark.parametrize(
     "kernel",
-    [f"{path}{way}" for path in ("fma", "mma") for way in ("", "_visible", "_cache")]
-    + ["latent", "many_latent", "apart", "tall", "pull", "scatter", "nodes"],
+    [f"{kernel}_{kind}" for kernel in ("fma", "mma") for kind in ("plain", "tables", "cache")]
+    + ["latent", "many_latent", "apart", "tall", "records", "pull", "scatter", "nodes"],
 )
 def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
     result = run(sanitizer, f"{kernel}:clean")
@@ -80,22 +80,22 @@ def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
 @pytest.mark.parametrize(
     ("what", "file"),
     [
-        ("fma:no_barrier", "partial_attention.cu"),
-        ("fma:no_query_barrier", "partial_attention.cu"),
-        ("fma:no_fence", "combine.cuh"),
-        ("fma:no_arrival_barrier", "combine.cuh"),
-        ("fma:no_states_barrier", "combine.cuh"),
-        ("fma:no_weights_barrier", "combine.cuh"),
-        ("fma:no_sums_barrier", "combine.cuh"),
-        ("mma:no_pipeline_barrier", "attention_mma.cu"),
-        ("mma:stages_reused_early", "attention_mma.cu"),
+        ("fma_plain:no_barrier", "partial_attention.cu"),
+        ("fma_plain:no_query_barrier", "partial_attention.cu"),
+        ("fma_plain:no_fence", "combine.cuh"),
+        ("fma_plain:no_arrival_barrier", "combine.cuh"),
+        ("fma_plain:no_states_barrier", "combine.cuh"),
+        ("fma_plain:no_weights_barrier", "combine.cuh"),
+        ("fma_plain:no_sums_barrier", "combine.cuh"),
+        ("mma_plain:no_pipeline_barrier", "attention_mma.cu"),
+        ("mma_plain:stages_reused_early", "attention_mma.cu"),
         ("mma_cache:no_widened_barrier", "attention_mma.cu"),
         ("latent:no_parts_barrier", "attention_mma.cu"),
         ("tall:rows_merged_early", "combine.cuh"),
         ("latent:stages_reused_early_latent", "attention_mma.cu"),
-        ("mma:short_wait", "attention_mma.cu"),
-        ("mma:no_query_barrier_mma", "attention_mma.cu"),
-        ("fma:no_verdict_barrier", "combine.cuh"),
+        ("mma_plain:short_wait", "attention_mma.cu"),
+        ("mma_plain:no_query_barrier_mma", "attention_mma.cu"),
+        ("fma_plain:no_verdict_barrier", "combine.cuh"),
         ("latent:no_tile_barrier", "attention_mma.cu"),
         ("latent:short_wait_latent", "attention_mma.cu"),
         ("latent:no_query_barrier_latent", "attention_mma.cu"),
@@ -128,9 +128,9 @@ def test_thread_sanitizer_sees_missing_synchronisation(what: str, file: str) -> 
         ("beyond_shared", "use-after-poison", "faults.cu"),
         ("beyond_global", "heap-buffer-overflow", "faults.cu"),
         ("misaligned_load", "misaligned address", "faults.cu"),
-        ("mma_visible:no_views_barrier", "runtime error", "tokens.cuh"),
-        ("fma:misaligned_scratch", "misaligned address", "ptx.cuh"),
-        ("fma:query_always_by_vectors", "misaligned address", "attention.cuh"),
+        ("mma_tables:no_views_barrier", "runtime error", "tokens.cuh"),
+        ("fma_plain:misaligned_scratch", "misaligned address", "ptx.cuh"),
+        ("fma_plain:query_always_by_vectors", "misaligned address", "attention.cuh"),
     ],
 )
 def test_address_sanitizer_sees_wrong_addresses(what: str, message: str, file: str) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import treeattn
-from tests.support import arguments, verbs
+from tests.support import arguments
+from tests.support.attention_contract import RULES, bits
 from tests.support.drawn import FACTOR
 from tests.support.exporters import OnGpu
 from tests.support.problems import draw
@@ -23,15 +24,13 @@ from treeattn.backends.cuda.tables import VisibleTables, find_spans
 from treeattn.backends.cuda.variants import HEAD_DIMS
 from treeattn.errors import ArgumentError
 
+from .cases import Case, Inputs
 from .raw_module import compiler_problem
 from .runtime import CountingRuntime, EmulatorRuntime
+from .test_attention import CONTRACT
 
 Array = np.ndarray[Any, Any]
 needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
-
-
-def bits(array: Array) -> Array:
-    return array.view(np.uint32)
 
 
 def test_spans_are_what_pieces_cover_together() -> None:
@@ -118,71 +117,34 @@ def test_only_what_changed_is_uploaded_and_nothing_allocated() -> None:
     assert runtime.allocations == allocations
 
 
-RULES = Rules(causal=True, window=(300, None), leading=5, softcap=9.0, alibi=(0.01, 0.3, -0.01, 0.0))
-
-
-def step_arrays(kernel: str, rng: np.random.Generator) -> tuple[Array, Array, Array]:
-    """Of 5 queries and 4 heads that share a KV head: float16, or float32 for the multiply-add kernel."""
-    dtype = np.float32 if kernel == "fma" else np.float16
-    q = rng.standard_normal((2, 5, 4, 64)).astype(dtype)
-    return q, *(rng.standard_normal((2, 900, 1, 64)).astype(dtype) for _ in "kv")
-
-
-def look(visible: MaskTables, number: int) -> None:
-    """The tables of step `number`: others in everything."""
-    rng = np.random.default_rng(number)
-    drafts = int(rng.integers(1, 90))
-    runs = Runs([(0, 2, 50 * (number + 1)), (4000, 1, 900 - 50 * (number + 1))])
-    visible.update(
-        *(runs, 900, rng.integers(drafts, 901, 2), rng.integers(3900, 5000, (2, 5))),
-        mask=rng.random((2, 5, drafts)) < 0.5,
-        draft_positions=rng.integers(4000, 5000, (2, drafts)),
-    )
-
-
-def fresh(arrays: tuple[Array, Array, Array], number: int) -> Array:
-    """Records of step `number` from a plan of their own."""
-    visible, records = MaskTables(RULES, 2, 5), np.full((2, 4, 5, 66), 77, np.float32)
-    look(visible, number)
-    verbs.attend(
-        cuda, *(*arrays, records), scale=0.125, tables=visible, num_splits=3, runtime=EmulatorRuntime()
-    )
-    return records
+def case_of(kernel: str, tokens: int = 400) -> Case:
+    """Two sequences of 5 queries and 4 heads that share a KV head: float32 for the multiply-add kernel."""
+    dtype = "float32" if kernel == "fma" else "float16"
+    return Case(dtype, 64, group=4, kv_heads=1, queries=5, batch=2, tokens=tokens, splits=3)
 
 
 @needs_emulator
 @pytest.mark.parametrize("kernel", ["fma", "mma"])
 def test_a_plan_and_a_graph_of_it_follow_their_tables(kernel: str) -> None:
-    """In turn. Wherever tables lie by then: drafts and runs may outgrow their places."""
-    arrays, runtime = step_arrays(kernel, np.random.default_rng(0)), EmulatorRuntime()
-    visible, records = MaskTables(RULES, 2, 5), np.zeros((2, 4, 5, 66), np.float32)
-    planned = cuda.PlannedAttention(records, scale=0.125, tables=visible, num_splits=3, runtime=runtime)
-    look(visible, 0)
+    """In turn. Drafts and runs may outgrow the places of their tables. No graph makes tables."""
+    case, runtime, visible = case_of(kernel), EmulatorRuntime(), MaskTables(RULES, 2, 5)
+    planned, records = CONTRACT.planned(case, visible, runtime=runtime)
+    arrays = case.inputs()[:3]
+    CONTRACT.look(visible, 0)
     planned(*arrays)
     graph = runtime.capture(lambda: planned(*arrays))
     for number in range(8):
-        look(visible, number)
+        fresh = MaskTables(RULES, 2, 5)
+        for tables in (visible, fresh):
+            CONTRACT.look(tables, number)
         if number % 2:
             planned.refresh()
             graph()
         else:
             planned(*arrays)
-        assert (bits(records) == bits(fresh(arrays, number))).all()
-
-
-@needs_emulator
-def test_tables_are_not_captured() -> None:
-    arrays, runtime, visible = (
-        step_arrays("fma", np.random.default_rng(0)),
-        EmulatorRuntime(),
-        MaskTables(RULES, 2, 5),
-    )
-    planned = cuda.PlannedAttention(
-        np.zeros((2, 4, 5, 66), np.float32), scale=0.125, tables=visible, runtime=runtime
-    )
-    look(visible, 0)
-    planned(*arrays)
-    look(visible, 1)
+        wanted = CONTRACT.attend(case, Inputs(*arrays, None, fresh))
+        assert (bits(records) == bits(wanted)).all()
+    CONTRACT.look(visible, 1)
     with pytest.raises(ArgumentError, match="make one step before the capture, and refresh"):
         runtime.capture(lambda: planned(*arrays))
 
@@ -190,7 +152,7 @@ def test_tables_are_not_captured() -> None:
 @needs_emulator
 def test_nan_that_one_query_sees_stays_with_it() -> None:
     """By multiply-add; tensor cores multiply all rows of a tile with all of its values."""
-    q, k, v = step_arrays("fma", np.random.default_rng(0))
+    q, k, v, _, _ = case_of("fma", 900).inputs()
     visible, runs = MaskTables(Rules(causal=True), 2, 5), Runs([(0, 1, 900)])
     records = np.zeros((2, 4, 5, 66), np.float32)
     planned = cuda.PlannedAttention(records, scale=0.125, tables=visible, runtime=EmulatorRuntime())
@@ -245,7 +207,7 @@ def test_a_captured_step_sees_anew(kernel: str, monkeypatch: pytest.MonkeyPatch)
         attention, "choose_splits", lambda load, number: Splits(3, 2)
     )  # a graph keeps its own
     rng = np.random.default_rng(0)
-    q, k, v = step_arrays(kernel, rng)
+    q, k, v, _, _ = case_of(kernel, 900).inputs()
     planned = {"heads": 4, "kv_heads": 1, "head_dim": 64, "batch": 2, "queries": 5, "dtype": q.dtype.name}
     rules = {"causal": True, "window": (300, 0), "leading": 5, "alibi": [0.01, 0.3, -0.01, 0.0]}
     planned |= {"rules": treeattn.Rules(**rules), "device": "cuda"}
@@ -282,7 +244,7 @@ def test_a_captured_step_sees_anew(kernel: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_captured_step_takes_masks_where_it_had_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupy_runtime, "current", EmulatorRuntime)
     rng = np.random.default_rng(0)
-    q, k, v = step_arrays("fma", rng)
+    q, k, v, _, _ = case_of("fma", 900).inputs()
     planned = {"heads": 4, "kv_heads": 1, "head_dim": 64, "batch": 2, "queries": 5, "dtype": "float32"}
     decoder, other = (treeattn.Decoder(**planned, device="cuda") for _ in range(2))
     plain = decoder.capture(q, k, v)

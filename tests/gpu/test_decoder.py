@@ -34,7 +34,7 @@ def check(case: Case, results: tuple[Any, Any]) -> None:
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.limited], ids=str)
 def test_decode_is_exact(case: Case) -> None:
-    q, k, v, _, _ = device_inputs(case)
+    q, k, v, _ = device_inputs(case)
     lengths = None if case.lengths is None else list(case.lengths)
     shard = treeattn.Shard(k, v, lengths, dtype=case.dtype)
     check(case, treeattn.decode(q, shard, scale=case.scale, device="cuda"))
@@ -54,7 +54,7 @@ def test_decode_is_exact(case: Case) -> None:
 def test_every_transport_follows_a_growing_cache(scheme: str, transport: str | None) -> None:
     import cupy
 
-    q, k, v, _, _ = device_inputs(CASE)
+    q, k, v, _ = device_inputs(CASE)
     lengths = cupy.zeros(2, cupy.int64)
     with treeattn.Decoder(**CASE.plan, scheme=treeattn.Reduction(scheme, transport)) as decoder:
         for length in (300, 0, 17, 300):
@@ -65,7 +65,7 @@ def test_every_transport_follows_a_growing_cache(scheme: str, transport: str | N
 
 
 def test_lengths_of_the_host_may_change_at_once() -> None:
-    q, k, v, _, _ = device_inputs(CASE)
+    q, k, v, _ = device_inputs(CASE)
     with treeattn.Decoder(**CASE.plan) as decoder:
         for _ in range(20):
             lengths = np.array([300, 300])
@@ -85,7 +85,7 @@ def test_lengths_of_the_host_may_change_at_once() -> None:
 def test_a_captured_step_follows_growing_lengths(scheme: str, transport: str | None) -> None:
     import cupy
 
-    q, k, v, _, _ = device_inputs(CASE)
+    q, k, v, _ = device_inputs(CASE)
     lengths = cupy.zeros(2, cupy.int64)
     with treeattn.Decoder(**CASE.plan, scheme=treeattn.Reduction(scheme, transport)) as decoder:
         step = decoder.capture(q, k, v, lengths)
@@ -98,7 +98,7 @@ def test_a_captured_step_follows_growing_lengths(scheme: str, transport: str | N
 def test_a_step_can_be_part_of_a_graph_of_the_callers() -> None:
     import cupy
 
-    q, k, v, _, _ = device_inputs(CASE)
+    q, k, v, _ = device_inputs(CASE)
     with treeattn.Decoder(**CASE.plan) as decoder, cupy.cuda.Stream(non_blocking=True) as stream:
         decoder(q, k, v)  # compiles and allocates outside the capture
         stream.begin_capture()
@@ -119,7 +119,7 @@ def test_out_of_memory_is_one_message() -> None:
 
 
 def test_a_query_of_one_rank_comes_by_way_of_the_host() -> None:
-    q, k, v, _, _ = device_inputs(CASE)
+    q, k, v, _ = device_inputs(CASE)
     check(CASE, treeattn.decode(q, treeattn.Shard(k, v, dtype="bfloat16"), device="cuda", q_root=0))
 
 

@@ -17,7 +17,7 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 from treeattn.errors import ArgumentError
 
-__all__ = ["PLAIN", "AttentionContract", "bits"]
+__all__ = ["PLAIN", "RULES", "AttentionContract", "bits", "plain", "zeros"]
 
 Array = np.ndarray[Any, Any]
 #: By multiply-add, and for tensor cores where a backend has them.
@@ -330,8 +330,8 @@ class AttentionContract:
     def refused(self, **change: Any) -> None:
         """Attention over nine tokens, but for what is changed."""
         given = {"q": zeros(1, 1, 2, 64), "k": zeros(1, 9, 2, 64), "v": zeros(1, 9, 2, 64), **change}
-        records = given.pop("records", zeros(1, 2, 1, 66))
-        arrays = [given.pop(name) for name in "qkv"]
+        records = self.put(given.pop("records", zeros(1, 2, 1, 66)))
+        arrays = [self.put(given.pop(name)) for name in "qkv"]
         called = [given.pop(name, None) for name in ("lengths", "block_table")]
         place = {name: one for name, one in self.options(PLAIN[0], 0).items() if name == "runtime"}
         self.backend.PlannedAttention(records, **{"scale": 1.0, **place, **given})(*arrays, *called)

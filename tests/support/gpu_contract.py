@@ -1,0 +1,83 @@
+"""What attention on a GPU promises beyond the contract of every backend: on the emulator, and on hardware."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.emulator.cases import Case, Inputs, is_tensor_core_case
+from tests.support.attention_contract import PLAIN, AttentionContract, bits, plain
+from tests.support.drawn import sample
+from treeattn.backends import cuda
+from treeattn.errors import ArgumentError
+
+__all__ = ["GpuContract"]
+
+
+class GpuContract(AttentionContract):
+    """A subclass names the device."""
+
+    backend = cuda
+    gate, few = 4, 2
+
+    def runtime(self, seed: int = 0) -> Any:
+        """The device; seed: of the order of its threads, where it has one."""
+        raise NotImplementedError
+
+    def options(self, case: Case, order: int) -> dict[str, Any]:
+        plan = {"num_splits": case.splits, "tensor_cores": case.tensor_cores, "kv_dtype": case.kv}
+        return {**plan, "runtime": self.runtime(order)}
+
+    def rounds(self, case: Case) -> bool:
+        return is_tensor_core_case(case) and self.runtime().tensor_cores
+
+    @plain
+    @pytest.mark.parametrize(("given", "meant"), [(-1, 0), (-(2**31), 0), (151, 150), (2**40 + 1, 150)])
+    def test_lengths_are_clamped(self, plain: Case, given: int, meant: int) -> None:
+        """The host cannot look at them without waiting."""
+        q, k, v, _, _ = plain.inputs()
+        found, wanted = (
+            self.attend(plain, Inputs(q, k, v, np.full(plain.batch, length, np.int64), None))
+            for length in (given, meant)
+        )
+        assert k.shape[1] == 150
+        assert (bits(found) == bits(wanted)).all()
+
+    @pytest.mark.parametrize(
+        ("dtype", "kv", "offset"),
+        sample(
+            8,
+            itertools.product(["float32", "float16", "bfloat16"], ["float32", "bfloat16"], [0, 1, 2, 4, 8]),
+        ),
+    )
+    def test_rows_of_q_may_lie_anywhere(self, dtype: str, kv: str, offset: int) -> None:
+        """Where rows are not aligned to 16 bytes they are loaded element by element: the same bits."""
+        case = Case(kv, 64, group=4, queries=3, kv_heads=1, tokens=40, splits=2)
+        _, k, v, _, _ = case.inputs()
+        q = replace(case, dtype=dtype).inputs().q
+        room = np.full((1, 3, 5, 64 + 9), np.nan, q.dtype)
+        moved = room[:, :, 1:, offset : offset + 64]
+        moved[...] = q
+        wanted, found = (self.attend(case, Inputs(one, k, v, None, None)) for one in (q, moved))
+        assert np.isfinite(wanted).all()
+        assert (bits(found) == bits(wanted)).all()
+
+    def test_a_query_of_another_type_than_the_cache_takes_the_multiply_add_kernel(self) -> None:
+        case = PLAIN[1]
+        q, k, v, _, _ = case.inputs()
+        found = self.attend(case, Inputs(q.astype(np.float32), k, v, None, None))
+        assert (bits(found) == bits(self.attend(replace(case, tensor_cores=False)))).all()
+
+    def test_a_plan_forgets_arrays_when_others_are_refused(self) -> None:
+        planned, records = self.planned(PLAIN[0])
+        q, k, v, _ = self.arrays(PLAIN[0], PLAIN[0].inputs())
+        planned(q, k, v)
+        first = self.get(records).copy()
+        with pytest.raises(ArgumentError, match="lengths are int32"):
+            planned(q, k[:, :3], v[:, :3], self.put(np.zeros(PLAIN[0].batch, np.int32)))
+        planned(q, k, v)
+        assert (bits(self.get(records)) == bits(first)).all()
