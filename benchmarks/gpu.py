@@ -48,7 +48,7 @@ SANITIZER = f"compute-sanitizer --error-exitcode 9 --tool {{}} {PYTEST}/test_dec
 #: Family -> limit in seconds, and its command; a family without one is timed by this file.
 COMMANDS = {
     "doctor": (60, "{python} -m treeattn doctor --json {out}"),
-    "tests": (240, f"{PYTEST} --ignore-glob=*test_ranks.py --ignore-glob=*test_peer.py"),
+    "tests": (420, f"{PYTEST} --ignore-glob=*test_ranks.py --ignore-glob=*test_peer.py"),
     "ranks": (290, f"{PYTEST}/test_ranks.py {PYTEST.split()[-1]}/test_peer.py"),
     "host": (90, f"{DECODE} --check --expect {CACHE}.expected.safetensors --json {{out}}"),
     "memcheck": (120, SANITIZER.replace("{}", "memcheck")),

@@ -100,7 +100,7 @@ def admit(device: Device, q: object, shard: Shard, scale: float | None) -> Admit
 
 
 class Device(Protocol):
-    """What a decoder needs of a device."""
+    """What a decoder needs of a device; what has a body is so unless a device says else."""
 
     @property
     def name(self) -> str:
@@ -127,6 +127,7 @@ class Device(Protocol):
 
     def slow_because(self) -> str | None:
         """Why it is several times slower here than it could be, in one line; None where it is not."""
+        return None
 
     def rounds_weights(self, shape: Shape) -> bool:
         """Whether softmax weights may be rounded to 16 bits: then |out - exact| can reach 4e-3 * max|v|."""
@@ -139,21 +140,18 @@ class Device(Protocol):
         """The `view` if it has four axes and a dtype that is served, perhaps viewed as another dtype.
         Raises `ArgumentError`."""
 
-    def check(self, shape: Shape, q: Array, k: Array, v: Array, lengths: ArrayLike | None) -> Array | None:
-        """Check the arrays of a step; the lengths as attention takes them. Raises `ArgumentError`."""
-
-    def check_pages(
+    def check(
         self,
         shape: Shape,
         q: Array,
         k: Array,
         v: Array,
         lengths: ArrayLike | None,
-        block_table: BlockTable | None,
-        tables: MaskTables | None,
-    ) -> tuple[ArrayLike | None, Array]:
-        """Check the arrays of a step over a paged cache; lengths and block table as attention takes them.
-        tables: the tables of the step, with the lengths in them."""
+        block_table: BlockTable | None = None,
+        tables: MaskTables | None = None,
+    ) -> tuple[Any, ...]:
+        """Check the arrays of a step: what attention takes behind v, lengths, and the block table of a paged
+        cache. tables: the tables of the step, with the lengths in them. Raises `ArgumentError`."""
 
     def block_table(self, shape: Shape, block_table: BlockTable | None) -> Array:
         """A block table of this device or of the host; int32 [batch, pages of a sequence]. Raises
@@ -164,22 +162,27 @@ class Device(Protocol):
 
     def host_lengths(self, lengths: ArrayLike | None) -> ArrayLike | None:
         """The lengths where the host can read them, which makes the mask tables."""
+        return lengths
 
     def from_host(self, array: Array) -> Array:
         """A NumPy array as one of the device."""
+        return array
 
     def to_host(self, array: Array) -> Array:
         """An array of the device as a NumPy array of its own."""
 
     def readable(self, array: Array) -> Array:
         """An array of the device where the host can read it: itself on the processor, else `to_host`."""
+        return self.to_host(array)
 
     def kernel_head_dim(self, head_dim: int) -> int:
         """The least head_dim from this one on that there is a kernel for: zeros fill heads up to it.
         Raises `BackendError`."""
+        return head_dim
 
     def most_queries(self, heads: int, kv_heads: int) -> int | None:
         """How many queries attention takes at once; None for any number."""
+        return None
 
     def weights(self, array: Array) -> Array:
         """An array of the host as `product` reads it, there."""
@@ -201,6 +204,7 @@ class Device(Protocol):
         self, attention: Any, reducer: Reducer, records: Array, out: Array, lse: Array
     ) -> WholeStep | None:
         """Attention, reducer and finish at once; None where three calls are the best there is."""
+        return None
 
     def pack(self, records: Array, factor: float) -> Callable[[Array, Array], object]:
         """Called with out and lse: writes records of them, lse times `factor`, as `planned_pack` of

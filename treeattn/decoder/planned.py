@@ -231,11 +231,7 @@ class PlannedDecode:
     def _attend(self, step: _Step) -> None:
         self._in_order()
         plan, (q, k, v, lengths), table = step
-        if table is None:
-            plan.attend(q, k, v, self._device.check(self.shape, q, k, v, lengths))
-        else:
-            given = self._device.check_pages(self.shape, q, k, v, lengths, table, plan.tables)
-            plan.attend(q, k, v, *given)
+        plan.attend(q, k, v, *self._device.check(self.shape, q, k, v, lengths, table, plan.tables))
         if plan.add_sinks is not None:
             plan.add_sinks()
 

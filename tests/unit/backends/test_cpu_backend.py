@@ -14,8 +14,8 @@ from tests.support import verbs
 from tests.support.problems import assert_exact, random_qkv
 from treeattn import partial, reference
 from treeattn.backends import cpu
-from treeattn.backends.cpu import blocked, compile
-from treeattn.errors import ArgumentError, BackendError
+from treeattn.backends.cpu import compile
+from treeattn.errors import ArgumentError
 
 build_fixture = pytest.mark.usefixtures("build")
 
@@ -26,13 +26,6 @@ def attend(q, k, v, scale=0.2, **given):
 
 def exact(q, k, v, scale=0.2):
     assert_exact(attend(q, k, v, scale), q, k, v, scale=scale)
-
-
-def assert_rows_exact(got, q, k, v, lengths):
-    """Each sequence within the bounds of its own tokens."""
-    for b, length in enumerate(lengths):
-        row = slice(b, b + 1)
-        assert_exact([x[row] for x in got], q[row], k[row, :length], v[row, :length], scale=0.2)
 
 
 def assert_same_bits(results, expected):
@@ -144,23 +137,6 @@ def test_finish_refuses_what_does_not_fit():
     ):
         with pytest.raises(ArgumentError):
             verbs.finish(cpu, records, *bad)
-
-
-def test_problem_is_none_where_kernels_work():
-    try:
-        compile.library(compile.chosen_isa())
-    except BackendError as error:
-        pytest.skip(str(error))
-    assert cpu.compiled_kernels_problem() is None
-
-
-def test_blocked_is_the_same_verb():
-    q, k, v = random_qkv(9000, batch=2, head_dim=16, dtype=np.float16, seed=12)
-    records, lengths = np.empty((2, 4, 1, 18), np.float32), np.array([9000, 5])
-    blocked.partial_attention(q, k, v, records, scale=0.2, lengths=lengths)
-    out, lse = np.empty((2, 1, 4, 16), np.float32), np.empty((2, 4, 1), np.float32)
-    partial.finish(records, out, lse)
-    assert_rows_exact((out, lse), q, k, v, lengths)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import ctypes
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -27,13 +27,10 @@ from treeattn.backends.cpu.records import (
     planned_pack,
     planned_scale,
 )
+from treeattn.backends.device import Attention, Device, WholeStep
 from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.reducer import NativeStep, Reducer
 from treeattn.partial import Array
-
-if TYPE_CHECKING:
-    from treeattn.backends.device import Attention, WholeStep
-
 
 _PIECE = 64 << 20  # bytes asked for at once: small matrices share pages
 _LINE = 64
@@ -58,8 +55,8 @@ class LargePages:
         return copy
 
 
-class Cpu:
-    """The processor: NumPy arrays and compiled kernels. A `treeattn.backends.device.Device`."""
+class Cpu(Device):
+    """The processor: NumPy arrays and compiled kernels."""
 
     name = "cpu"
     lse_dtypes = ("float32", "float64")
@@ -90,36 +87,31 @@ class Cpu:
         """A NumPy array; uint16 becomes bfloat16 if `dtype` says so."""
         return as_tensor(name, self.view(name, array), dtype)
 
-    def check(self, shape: Shape, q: Array, k: Array, v: Array, lengths: ArrayLike | None) -> Array | None:
-        """A few comparisons; attention checks shape and range of the lengths itself."""
-        self._check_arrays(shape, q, k, v)
-        if lengths is None or (type(lengths) is np.ndarray and lengths.dtype == np.int64):
-            return lengths
-        return self.lengths(shape, lengths, k.shape[1])
-
-    def _check_arrays(self, shape: Shape, q: Array, k: Array, v: Array) -> None:
-        if not shape.accepts(q, k, v):
-            # Say what is wrong; what passes is rare but right (bfloat16 as uint16, no tokens).
-            raw, kv_raw = (name if bits_of(name) else None for name in (shape.dtype, shape.kv_dtype))
-            shape.check_query(as_tensor("q", q, raw))
-            shape.check_cache(as_tensor("k", k, kv_raw), as_tensor("v", v, kv_raw))
-
-    def check_pages(
+    def check(
         self,
         shape: Shape,
         q: Array,
         k: Array,
         v: Array,
         lengths: ArrayLike | None,
-        block_table: BlockTable | None,
-        tables: MaskTables | None,
-    ) -> tuple[ArrayLike | None, Array]:
-        self._check_arrays(shape, q, k, v)
-        table = self.block_table(shape, block_table)
-        if tables is None:
-            pages.check_lengths(lengths, k.shape[1], table.shape[1])
-            lengths = self.lengths(shape, lengths, k.shape[1] * table.shape[1])
-        return lengths, table
+        block_table: BlockTable | None = None,
+        tables: MaskTables | None = None,
+    ) -> tuple[Any, ...]:
+        """A few comparisons; attention checks shape and range of the lengths itself."""
+        if not shape.accepts(q, k, v):
+            # Say what is wrong; what passes is rare but right (bfloat16 as uint16, no tokens).
+            raw, kv_raw = (name if bits_of(name) else None for name in (shape.dtype, shape.kv_dtype))
+            shape.check_query(as_tensor("q", q, raw))
+            shape.check_cache(as_tensor("k", k, kv_raw), as_tensor("v", v, kv_raw))
+        if block_table is not None:
+            table = self.block_table(shape, block_table)
+            if tables is None:
+                pages.check_lengths(lengths, k.shape[1], table.shape[1])
+                lengths = self.lengths(shape, lengths, k.shape[1] * table.shape[1])
+            return lengths, table
+        if lengths is None or (type(lengths) is np.ndarray and lengths.dtype == np.int64):
+            return (lengths,)
+        return (self.lengths(shape, lengths, k.shape[1]),)
 
     def block_table(self, shape: Shape, block_table: BlockTable | None) -> Array:
         return pages.as_table(block_table, shape.batch)
@@ -127,23 +119,11 @@ class Cpu:
     def lengths(self, shape: Shape, lengths: ArrayLike | None, tokens: int) -> Array | None:
         return None if lengths is None else shape.check_lengths(lengths, tokens)
 
-    def host_lengths(self, lengths: ArrayLike | None) -> ArrayLike | None:
-        return lengths
-
-    def from_host(self, array: Array) -> Array:
-        return array
-
     def to_host(self, array: Array) -> Array:
         return array.copy()
 
     def readable(self, array: Array) -> Array:
         return array
-
-    def kernel_head_dim(self, head_dim: int) -> int:
-        return head_dim
-
-    def most_queries(self, heads: int, kv_heads: int) -> int | None:
-        return None
 
     def weights(self, array: Array) -> Array:
         """A copy of the same type in `LargePages`."""

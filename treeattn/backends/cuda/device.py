@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -27,18 +27,14 @@ from treeattn.backends.cuda.variants import (
     kernel_head_dim,
     no_latent_kernel,
 )
+from treeattn.backends.device import Attention, Device
 from treeattn.collectives.runtime.memory import Memory, Stream
-from treeattn.collectives.runtime.reducer import Reducer
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 
-if TYPE_CHECKING:
-    from treeattn.backends.device import Attention, WholeStep
 
-
-class Cuda:
-    """The GPU that is CuPy's current device: CuPy arrays. A
-    `treeattn.backends.device.Device`.
+class Cuda(Device):
+    """The GPU that is CuPy's current device: CuPy arrays.
 
     Work goes to the current stream and is not waited for. ``TREEATTN_TENSOR_CORES=0`` in the environment
     keeps to the kernel that holds softmax weights in float32.
@@ -79,9 +75,6 @@ class Cuda:
         if shape.v_dim != shape.head_dim and not self.rounds_weights(shape):
             raise no_latent_kernel(shape.dtype, str(shape.kv_dtype))
 
-    def slow_because(self) -> str | None:
-        return None
-
     def rounds_weights(self, shape: Shape) -> bool:
         rows = shape.queries * (shape.heads // shape.kv_heads)
         q_type, kv_type = (
@@ -103,12 +96,18 @@ class Cuda:
         check_rows(name, taken, self.runtime)
         return taken
 
-    def check(self, shape: Shape, q: Array, k: Array, v: Array, lengths: ArrayLike | None) -> Any:
-        """Arrays that passed the last time are not looked at again."""
-        self._check_arrays(shape, q, k, v)
-        return self.lengths(shape, lengths, k.shape[1])
-
-    def _check_arrays(self, shape: Shape, q: Array, k: Array, v: Array) -> None:
+    def check(
+        self,
+        shape: Shape,
+        q: Array,
+        k: Array,
+        v: Array,
+        lengths: ArrayLike | None,
+        block_table: BlockTable | None = None,
+        tables: MaskTables | None = None,
+    ) -> tuple[Any, ...]:
+        """Arrays that passed the last time are not looked at again. A block table of the host is looked at
+        and copied; one of the device is used as it is, unread."""
         given = (q, k, v)
         if any(map(operator.is_not, given, self._admitted)):
             for name, array in zip("qkv", given, strict=True):
@@ -116,19 +115,8 @@ class Cuda:
             shape.check_query(q)
             shape.check_cache(k, v)
             self._admitted = given
-
-    def check_pages(
-        self,
-        shape: Shape,
-        q: Array,
-        k: Array,
-        v: Array,
-        lengths: ArrayLike | None,
-        block_table: BlockTable | None,
-        tables: MaskTables | None,
-    ) -> tuple[ArrayLike | None, Array]:
-        """A table of the host is looked at and copied; one of the device is used as it is, unread."""
-        self._check_arrays(shape, q, k, v)
+        if block_table is None:
+            return (self.lengths(shape, lengths, k.shape[1]),)
         if tables is None and lengths is None:
             pages.check_lengths(None, k.shape[1], 0)
 
@@ -191,9 +179,6 @@ class Cuda:
         self.runtime.synchronize()
         return moved
 
-    def readable(self, array: Array) -> Array:
-        return self.to_host(array)
-
     def kernel_head_dim(self, head_dim: int) -> int:
         """The kernels are built for a few."""
         return kernel_head_dim(head_dim)
@@ -226,11 +211,6 @@ class Cuda:
 
     def finish(self, records: Array, out: Array, lse: Array) -> Callable[[], object]:
         return planned_finish(records, out, lse, runtime=self.runtime)
-
-    def whole_step(
-        self, attention: Any, reducer: Reducer, records: Array, out: Array, lse: Array
-    ) -> WholeStep | None:
-        return None
 
     def pack(self, records: Array, factor: float) -> Callable[[Array, Array], object]:
         return planned_pack(records, factor, runtime=self.runtime)

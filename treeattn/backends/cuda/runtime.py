@@ -96,10 +96,12 @@ def planned_launch(
     kernel: Callable[..., object], blocks: int, arguments: Any, arrays: tuple[Any, ...]
 ) -> Callable[[], object]:
     """A launch with its argument structure, and the arrays that it points into tied to its life."""
-    run = kernel if blocks else lambda *_: None
-    launch = functools.partial(run, (blocks,), (THREADS,), (as_bytes(arguments),))
-    launch.arguments, launch.arrays = arguments, arrays  # type: ignore[attr-defined]
-    return launch
+    launch: Any = functools.partial(kernel, (blocks,), (THREADS,), (as_bytes(arguments),))
+    if blocks == 0:
+        launch = functools.partial(tuple)
+    launch.arguments, launch.arrays = arguments, arrays
+    planned: Callable[[], object] = launch
+    return planned
 
 
 def planned_kernel(
