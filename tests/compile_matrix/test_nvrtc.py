@@ -50,7 +50,8 @@ def compiler(request: pytest.FixtureRequest) -> Path:
             if done.returncode:
                 pytest.skip(f"no {request.param}: {done.stderr.strip().splitlines()[-1]}")
             (wheel,) = Path(room).glob("*.whl")
-            zipfile.ZipFile(wheel).extractall(Path(room) / "wheel")
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(Path(room) / "wheel", [n for n in archive.namelist() if ".so." in n])
             (Path(room) / "wheel").rename(folder)
     (library,) = (path for path in folder.rglob("libnvrtc.so.*"))
     return library
