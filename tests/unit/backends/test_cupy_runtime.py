@@ -76,9 +76,9 @@ def test_what_lacks_is_named_with_its_remedy(cupy, answers, message):
     assert cupy_runtime.problem() is not None
 
 
-def test_another_gpu_than_the_current_one_is_refused(use, monkeypatch):
+@pytest.mark.usefixtures("cupy")
+def test_another_gpu_than_the_current_one_is_refused(monkeypatch):
     """Objects of torch have a number, which was not looked at: GPU 0 computed."""
-    use()
     monkeypatch.setattr("treeattn.backends.cuda.device.BlockTables", lambda runtime: None)
     assert device.find(SimpleNamespace(type="cuda", index=0)).runtime.index == 0
     with pytest.raises(ArgumentError, match=r"cuda:1 is not .* which is 0: cupy.cuda.Device\(1\).use\(\)"):
