@@ -1,4 +1,4 @@
-"""A step of cache nodes beside a Decoder over the same tokens, in turn in one job.
+"""A step of cache nodes against a Decoder over the same tokens, in turn in one job.
 
     mpiexec -n 2 python benchmarks/cache_nodes.py --json docs/results/cache_nodes.json
 
@@ -6,7 +6,7 @@ Rank 0 is the model process, the others are cache nodes. `alone`: a Decoder over
 cache nodes and their cache, its result on all of them: what attention costs there without a model process.
 `step`: q and the new key and value from rank 0, the result on rank 0. Both take turns in blocks; a time is
 the median or the fastest of a block, of rank 0 or of the slowest node. Then the messages of a reduction that
-ends on rank 0 beside one that ends everywhere, on all processes, and their times on rank 0.
+ends on rank 0 next to one that ends everywhere, on all processes, and their times on rank 0.
 """
 
 from __future__ import annotations

@@ -43,8 +43,8 @@ TREEATTN = (sys.executable, "-m", "treeattn")
 
 
 def mpi(ranks: int, *words: object) -> None:
-    beside = Path(sys.executable).parent / "mpiexec"
-    launcher = str(beside) if beside.exists() else "mpiexec"
+    here = Path(sys.executable).parent / "mpiexec"
+    launcher = str(here) if here.exists() else "mpiexec"
     subprocess.run([launcher, "-n", str(ranks), *TREEATTN, *map(str, words)], check=True)
 
 

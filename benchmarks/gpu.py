@@ -7,7 +7,7 @@ seconds, and what it found or the end of what it printed. --tar keeps them in on
 each family, for a machine that is taken back.
 
 Times are of a whole step (attention, merge of the splits, finish), one query of bfloat16 over a cold L2
-unless a shape says more, beside torch's SDPA where torch is, and beside a copy: percent of copy rate as in
+unless a shape says more, against torch's SDPA where torch is, and against a copy: percent of copy rate as in
 treeattn.study.roofline.cuda. The first lap behind the copy is thrown away: the copy's write-back is in it.
 """
 

@@ -1,4 +1,4 @@
-"""What the benchmarks share: their options, steps that take turns, and results beside what they are of."""
+"""What the benchmarks share: their options, steps that take turns, and results with their machine."""
 
 from __future__ import annotations
 

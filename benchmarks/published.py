@@ -9,9 +9,9 @@ of ours. Each run of --held is predicted from all other runs of --known and, of 
 doubling nearest 256 bytes and at its largest size up to 128 KiB, and the ring nearest 2 KiB; with --blind
 from nothing of its own.
 
-Where all ranks do alike a simulated time is a sum over rounds: a call, of each round a latency by the size
-of its messages and by whether one leaves its group, and bytes, sent and merged. These prices of a machine,
-and factors of a run for calls, latency and bytes, are fitted; each is thought to be normal in its
+Where all ranks do the same, a simulated time is a sum over rounds: a call, of each round a latency by the
+size of its messages and by whether one leaves its group, and bytes, sent and merged. These prices of a
+machine, and factors of a run for calls, latency and bytes, are fitted; each is thought to be normal in its
 logarithm.
 """
 
@@ -113,7 +113,8 @@ def read(paths: list[Path], allocations: list[Path], runs: list[Path]) -> list[R
 
 @functools.cache
 def rounds(scheme: str, run: Run) -> list[tuple[int, float, bool, bool]]:
-    """(how many alike, share of the vector in a message, merged or not, whether one leaves its group)."""
+    """(how many equal rounds, share of the vector in a message, whether merged, whether one leaves its
+    group)."""
     if scheme == "ring":  # of thousands of ranks it is not built: all its rounds are alike
         leaves = len(set(run.groups)) > 1
         return [(run.ranks - 1, 1 / run.ranks, merge, leaves) for merge in (True, False)]
@@ -180,7 +181,7 @@ def predicted(known: list[Row], asked: list[Row]) -> np.ndarray:
     return np.exp(logs(least_squares(missed, np.zeros(len(names)), xtol=1e-4, ftol=1e-5).x)[len(known) :])
 
 
-def told(rows: list[Row]) -> list[Row]:
+def known_of(rows: list[Row]) -> list[Row]:
     """What is known of a run that is held: over MPI, of the library's own program before PICO's."""
     own = sorted((row for row in rows if not row.machine[1]), key=lambda row: row.algorithm.endswith("_over"))
 
@@ -197,7 +198,7 @@ def told(rows: list[Row]) -> list[Row]:
 
 def two_parameters(others: list[Row], own: list[Row], asked: list[Row]) -> np.ndarray:
     """The model to be beaten: rounds times a latency plus bytes times a price (Hockney, 1994), by least
-    relative squares from what is told of the run, else from other runs of the machine, else from all."""
+    relative squares from what is known of the run, else from other runs of the machine, else from all."""
 
     def features(rows: list[Row]) -> np.ndarray:
         found = np.array([sums(row.scheme, row.run, row.bytes)[0] for row in rows])
@@ -242,7 +243,7 @@ def main() -> None:
     for run in dict.fromkeys(row.run for row in held):
         of_run = [row for row in held if row.run == run and row.algorithm in SCHEMES]
         others = [row for row in known if (row.run.name, row.run.ranks) != (run.name, run.ranks)]
-        own = [] if options.blind else told(of_run)
+        own = [] if options.blind else known_of(of_run)
         asked = [row for row in of_run if row not in own]
         if not asked:
             continue

@@ -1,4 +1,4 @@
-"""What a reduction costs beside the library's own: mpiexec -n 2 python -m mpi4py benchmarks/reduction.py
+"""What a reduction costs against the library's own: mpiexec -n 2 python -m mpi4py benchmarks/reduction.py
 
 Every scheme by every executor ("slots", "program", "mpi"), 16 heads x 128, interleaved in one run with
 MPI_Allreduce(SUM) of the same bytes. Ratios to it are what to read: of medians, and of the best blocks,

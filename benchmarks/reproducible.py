@@ -1,4 +1,4 @@
-"""What one bit pattern costs: ``reproducible=`` beside the default, in turn.
+"""What one bit pattern costs: ``reproducible=`` against the default, in turn.
 
     python benchmarks/reproducible.py --json docs/results/reproducible.json
     mpiexec -n 2 python benchmarks/reproducible.py --json docs/results/reproducible.json

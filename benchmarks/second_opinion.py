@@ -1,4 +1,4 @@
-"""Our simulator beside SimGrid's on the same schedules and prices: python benchmarks/second_opinion.py
+"""Our simulator against SimGrid's on the same schedules and prices: python benchmarks/second_opinion.py
 
 SimGrid (Casanova et al., JPDC 2014; Debian's libsimgrid-dev) replays each schedule as a trace of MPI calls:
 what a rank computes, sends and receives, round by round. It differs where simulators may: messages that meet

@@ -1,4 +1,4 @@
-"""A model process of transformers that keeps no keys and values, beside transformers alone: `make hf-demo`.
+"""A model process of transformers that keeps no keys and values, against transformers alone: `make hf-demo`.
 
 mpiexec -n 1 python tools/hf_demo.py MODEL PROMPT_FILE [TOKENS] : -n 3 treeattn cache-node
 
