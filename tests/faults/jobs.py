@@ -140,8 +140,16 @@ class Job:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def ended(self, but: int | None = None) -> float | None:
-        """Seconds until the launcher and all ranks are gone, but for one that is stopped; None: they stay."""
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.result = self.close()
+        if error is not None:
+            error.add_note(f"exit {self.result[0]}:\n{self.result[1]}")
+
+    def ended(self, but: int | None = None) -> float:
+        """Seconds until the launcher and all ranks are gone, but for one that is stopped."""
         began, seen = time.monotonic(), False
         while time.monotonic() - began < PATIENCE:
             waiting = set(self.ranks()) - {but}
@@ -154,7 +162,7 @@ class Job:
                 self.process.wait(20)
                 return took
             time.sleep(0.1)
-        return None
+        raise AssertionError(f"still there after {PATIENCE} s")
 
     def close(self) -> tuple[int, str]:
         """Kill what is left. Returns the exit code and what was said; MPICH's launcher complains on standard

@@ -34,15 +34,13 @@ def befall(fault: table.Fault, command: str, launcher: str, folder: Path, seed: 
     rank, moment = int(draw.integers(table.RANKS)), float(draw.uniform(0, 2.5))
     words = table.TOGETHER[command].format(tmp=folder).split()
     job = jobs.Job(jobs.started(launcher, table.RANKS, ["-m", "treeattn", *words]))
-    try:
+    with job:
         struck = job.ready(table.RANKS)
         time.sleep(moment)
         struck = struck and fault.strike(job, rank)
         took = job.ended(rank if fault.stops and struck else None)
-    finally:
-        code, said = job.close()
+    code, said = job.result
     told = f"rank {rank}, {moment:.1f} s, exit {code}:\n{said}"
-    assert took is not None, f"still there after {jobs.PATIENCE} s; {told}"
     assert code in (0, *fault.codes), told
     assert code or not (fault.deadly and struck), told
     if code:
@@ -58,12 +56,10 @@ def come_to_grief(grief: table.Grief, phase: str, launcher: str, folder: Path) -
     module = [] if launcher == "torchrun" else ["-m", "mpi4py"]
     program = [*module, jobs.ROOT / "tests/faults/program.py", grief.how, phase, folder]
     job = jobs.Job(jobs.started(launcher, 2, program, grief.hidden), PYTHONPATH=str(jobs.ROOT))
-    try:
+    with job:
         took = job.ended(1 if grief.how == "SIGSTOP" else None)
-    finally:
-        code, said = job.close()
+    code, said = job.result
     told = f"exit {code}:\n{said}"
-    assert took is not None, f"still there after {jobs.PATIENCE} s; {told}"
     assert code, told
     assert re.search(grief.sees, said), told
     return took
@@ -79,14 +75,12 @@ def spoil(spoiled: table.Spoiled, command: str, folder: Path, seed: int) -> floa
         shutil.copy(path, own)
     words = words.format(file=own / name, folder=own).split()
     job = jobs.Job(jobs.started("MPICH", table.RANKS, ["-m", "treeattn", *words]))
-    try:
+    with job:
         time.sleep(float(np.random.default_rng([seed, *command.encode()]).uniform(0.2, 1.5)))
         spoiled.spoil(own / name)
         took = job.ended()
-    finally:
-        code, said = job.close()
+    code, said = job.result
     told = f"exit {code}:\n{said}"
-    assert took is not None, f"still there after {jobs.PATIENCE} s; {told}"
     assert code in (0, *spoiled.codes), told
     assert not code or re.search(spoiled.sees, said), told
     assert "Traceback" not in said, told

@@ -33,11 +33,9 @@ LAUNCHERS = [
 def job(launcher, first, limit=600):
     """How it ends: the exit code, and what was said."""
     command = jobs.started(launcher, 3, ["-c", PROGRAM, first, "schedule", "ring", "--ranks", "3"])
-    started = jobs.Job(command, TREEATTN_TIMEOUT=str(limit))
-    took = started.ended()
-    code, said = started.close()
-    assert took is not None, said
-    return code, said
+    with jobs.Job(command, TREEATTN_TIMEOUT=str(limit)) as started:
+        started.ended()
+    return started.result
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 import treeattn
+from tests.support.public_verbs import OBJECTS
+from tests.support.schemes import assert_equal, copies
 from treeattn import cache_nodes
 from treeattn.errors import StateError
 from treeattn.mpi import communicators
-from treeattn.token_tree import TokenTree, Verifier
 
 pytestmark = pytest.mark.mpi
 
@@ -55,55 +56,22 @@ def drawn(seed, tokens=5):
     return [draw.standard_normal((1, count, 2, 8), np.float32) for count in (1, tokens, tokens)]
 
 
-MADE = {
-    "a decoder": lambda comm: treeattn.Decoder(comm, **HEADS, dtype="float32"),
-    "fewer queries": lambda comm: treeattn.Decoder(comm, **HEADS, queries=3, dtype="float32"),
-    "a merger": lambda comm: treeattn.Merger(comm, lse_shape=(1, 5, 2), head_dim=8),
-    "a prefill": lambda comm: treeattn.Prefill(
-        comm, tokens=5, **HEADS, dtype="float32", positions="interleaved"
-    ),
-    "a verifier": lambda comm: Verifier(comm, **HEADS, nodes=3, dtype="float32"),
-    "a cache": lambda comm: treeattn.ShardedCache(
-        comm, capacity=64, kv_heads=2, head_dim=8, dtype="float32", layers=2
-    ),
-}
-
-
-def calls_of(name, made, size):
-    """Of an object: the first is a step, or what changes a cache."""
-    q, k, v = drawn(0)
-    if name == "a cache":
-        first, second = made, made.layers[1]
-        return [lambda: first.append(k, v), lambda: second.append(k, v), lambda: made.rollback([0]),
-                lambda: made.select([0])]  # fmt: skip
-    tree, drafts = TokenTree.from_parents([[1, 2, 3]], [[-1, 0, 0]]), k[:, :3]
-    step = {
-        "a merger": lambda: made(k, k[..., 0]),
-        "a prefill": lambda: made(k, k, v),
-        "a verifier": lambda: made(drafts, k, v, drafts, drafts, tree, shard_lengths=[[5]] * size),
-    }.get(name, lambda: made(q, k, v))
-    if name == "a decoder":
-        parts = lambda: made.local(q, k, v), lambda: made.begin(q, k, v), made.finish, made.fold
-        return [step, *parts, made.close]
-    return [step, made.close]
-
-
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", OBJECTS)
 def test_a_second_thread(comm, run, name):
     """Made here, used first in a thread that has ended, then here: all calls of another are refused, and what
     it would have changed is not."""
-    made = MADE[name](comm)
-    calls = calls_of(name, made, comm.size)
+    make, calls_of = OBJECTS[name]
+    made = make(comm)
+    calls = calls_of(made)
     assert not isinstance(run(calls[0]), Exception)
     wanted = calls[0]()
-    wanted = None if wanted is None else [np.copy(one) for one in wanted]
+    wanted = None if wanted is None else copies(wanted)
     for call in calls:
         refused = run(call)
         assert isinstance(refused, StateError)
         assert "is used by another thread (MainThread), which still runs" in str(refused)
     if wanted is not None:
-        for one, other in zip(calls[0](), wanted, strict=True):
-            np.testing.assert_array_equal(one, other)
+        assert_equal(calls[0](), wanted)
     if hasattr(made, "close"):
         made.close()
 
@@ -127,9 +95,8 @@ def test_decode_in_many_threads_of_one_rank(often):
             thread.join(120)
         for results, whole in zip(got, wanted, strict=True):
             assert len(results) == 25
-            for out, lse in results:
-                np.testing.assert_array_equal(out, whole[0])
-                np.testing.assert_array_equal(lse, whole[1])
+            for one in results:
+                assert_equal(one, whole)
 
 
 @pytest.mark.parametrize("verb", ["decode", "merge", "a decoder", "a cache"])

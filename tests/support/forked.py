@@ -6,28 +6,7 @@ import os
 import signal
 
 import treeattn
-from tests.support.public_verbs import SHAPE, TREE, VERBS, K, Q, check_complete
-from treeattn import token_tree
-
-
-def made(comm):
-    """Objects of every public class that keeps a communicator, and calls that need the other ranks."""
-    decoder = treeattn.Decoder(comm, **SHAPE)
-    merger = treeattn.Merger(comm, lse_shape=(2,), head_dim=8)
-    prefill = treeattn.Prefill(comm, tokens=2, **SHAPE)
-    cache = treeattn.ShardedCache(comm, capacity=8, kv_heads=2, head_dim=8)
-    verifier = token_tree.Verifier(comm, nodes=2, **SHAPE)
-    calls = [
-        lambda: decoder(Q[:, :1], K, K),
-        lambda: decoder.begin(Q[:, :1], K, K),
-        lambda: merger(Q[0, 0], Q[0, 0, :, 0]),
-        lambda: verifier(Q, K, K, Q, Q, TREE),
-        lambda: cache.save("nowhere"),
-        lambda: treeattn.ShardedCache.load("nowhere"),
-    ]
-    if comm.size > 1:
-        calls.append(lambda: prefill(Q, Q, Q))
-    return [decoder, merger, prefill, verifier], calls
+from tests.support.public_verbs import OBJECTS, VERBS, check_complete
 
 
 def in_a_fork(*calls):
@@ -56,7 +35,9 @@ def check(comm, world):
     for call in VERBS.values():
         call(comm=comm)  # it can be made, where nothing was forked
         in_a_fork(call, lambda call=call: call(comm=comm), lambda call=call: call(comm=world))
-    living, calls = made(comm)
-    in_a_fork(*calls)
-    for owner in living:
-        owner.close()
+    living = {name: make(comm) for name, (make, _) in OBJECTS.items() if comm.size > 1 or name != "a prefill"}
+    cache = living.pop("a cache")
+    steps = [OBJECTS[name][1](made)[0] for name, made in living.items()]
+    in_a_fork(*steps, lambda: cache.save("nowhere"), lambda: treeattn.ShardedCache.load("nowhere"))
+    for made in living.values():
+        made.close()

@@ -55,3 +55,40 @@ def check_complete():
     """Fail where a public verb has no call here."""
     missing = [verb for verb in communicating() if verb not in VERBS]
     assert not missing, f"without a call here: {missing}"
+
+
+#: Objects that keep a communicator: how one is made, and its calls; the first is a step, or changes a cache.
+OBJECTS = {
+    "a decoder": (
+        lambda comm: treeattn.Decoder(comm, **SHAPE),
+        lambda made: [
+            lambda: made(Q[:, :1], K, K), lambda: made.local(Q[:, :1], K, K),
+            lambda: made.begin(Q[:, :1], K, K), made.finish, made.fold, made.close,
+        ],
+    ),
+    "fewer queries": (
+        lambda comm: treeattn.Decoder(comm, **SHAPE, queries=3),
+        lambda made: [lambda: made(Q[:, :1], K, K), made.close],
+    ),
+    "a merger": (
+        lambda comm: treeattn.Merger(comm, lse_shape=(1, 3, 2), head_dim=8),
+        lambda made: [lambda: made(K, K[..., 0]), made.close],
+    ),
+    "a prefill": (
+        lambda comm: treeattn.Prefill(comm, tokens=2, **SHAPE, positions="interleaved"),
+        lambda made: [lambda: made(Q, Q, Q), made.close],
+    ),
+    "a verifier": (
+        lambda comm: token_tree.Verifier(comm, nodes=2, **SHAPE),
+        lambda made: [lambda: made(Q, K, K, Q, Q, TREE), made.close],
+    ),
+    "a cache": (
+        lambda comm: treeattn.ShardedCache(
+            comm, capacity=64, kv_heads=2, head_dim=8, dtype="float32", layers=2
+        ),
+        lambda made: [
+            lambda: made.append(K, K), lambda: made.layers[1].append(K, K), lambda: made.rollback([0]),
+            lambda: made.select([0]),
+        ],
+    ),
+}  # fmt: skip

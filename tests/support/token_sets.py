@@ -10,6 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from tests.support.pages import in_pages
 from treeattn import bins
 from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
@@ -176,8 +177,8 @@ def records_of(problem, own, isa, monkeypatch, *, rng=None, threads=1, sinks=Fal
         stands = None if mask is None else problem.draft_positions[:, drafts]
         tables.update(as_runs(context), len(at), None, problem.q_positions, mask, stands)
     if rng is not None and rng.random() < 0.3:
-        k, v, block_table = _paged(rng, k, v)
-        lengths = np.full(batch, len(at), np.int64)
+        page_size, lengths = int(rng.integers(1, 40)), np.full(batch, len(at), np.int64)
+        (k, block_table), (v, _) = (in_pages(one, page_size) for one in (k, v))
         if tables is not None:
             rows = block_table.shape[1] * k.shape[1]
             tables.update(as_runs(context), rows, lengths, problem.q_positions, mask, stands)
@@ -196,23 +197,6 @@ def records_of(problem, own, isa, monkeypatch, *, rng=None, threads=1, sinks=Fal
             sink = bins.record_of_sink(logit, problem.v_dim)
             bins.merge(records[:, head], np.broadcast_to(sink, records[:, head].shape))
     return records
-
-
-def _paged(rng, k, v):
-    """The same tokens in pages that lie anywhere."""
-    batch, tokens = k.shape[:2]
-    size = int(rng.integers(1, 40))
-    pages = -(-tokens // size)
-    table = rng.permutation(batch * pages + 2)[: batch * pages].reshape(batch, pages).astype(np.int32)
-    stored = []
-    for array in (k, v):
-        pool = np.full((batch * pages + 2, size, *array.shape[2:]), np.nan, array.dtype)
-        for b in range(batch):
-            for page in range(pages):
-                part = array[b, page * size : (page + 1) * size]
-                pool[table[b, page], : len(part)] = part
-        stored.append(pool)
-    return *stored, table
 
 
 def results(records):
