@@ -1,9 +1,10 @@
 """Thousands of tests stay in memory from their collection on: the garbage collector need not look at them,
-neither while they are collected nor while they run."""
+neither while they are collected nor while they run. A run of many files ends with the slowest of them."""
 
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -18,3 +19,15 @@ def pytest_collection(session: pytest.Session) -> Iterator[None]:
         gc.enable()
         gc.collect()
         gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    if len(seconds) > 10:
+        terminalreporter.section("ten slowest files")
+        for file, took in seconds.most_common(10):
+            terminalreporter.line(f"{took:6.1f} s  {file}")

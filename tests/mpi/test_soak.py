@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from tests.support.models import write_model
-from treeattn import Decoder, Merger, Prefill, Reduction, ShardedCache
+from tests.support.public_verbs import OBJECTS
+from treeattn import Decoder, Reduction, ShardedCache
 from treeattn.cache_nodes import connect, serve
 from treeattn.llama import Llama, Session
 from treeattn.study import environment
@@ -98,14 +99,11 @@ def test_steps_of_a_cache_and_a_verifier(comm):
         assert_flat(comm, "cache and verifier", step, STEPS // 10, objects=STEPS // 10)
 
 
-@pytest.mark.parametrize("kind", ["merger", "prefill"])
-def test_steps_of_other_verbs(comm, kind):
-    if kind == "merger":
-        planned, given = Merger(comm, lse_shape=(1, 8, 4), head_dim=16), (K, np.zeros((1, 8, 4), np.float32))
-    else:
-        planned, given = Prefill(comm, tokens=8, **SHAPE), (K, K, K)
-    with planned:
-        assert_flat(comm, kind, lambda: planned(*given), STEPS // 10, warm=100)
+@pytest.mark.parametrize("name", ["fewer queries", "a merger", "a prefill"])
+def test_steps_of_other_verbs(comm, name):
+    make, calls_of = OBJECTS[name]
+    with make(comm) as made:
+        assert_flat(comm, name, calls_of(made)[0], STEPS // 10, warm=100)
 
 
 def test_steps_of_a_session(comm, tmp_path):
