@@ -22,7 +22,6 @@ from treeattn import Reduction, collectives
 from treeattn.backends import cpu
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda.device import Cuda
-from treeattn.cli import doctor_gpu
 from treeattn.collectives.runtime import nccl, watchdog
 from treeattn.decoder import gpu_reducers
 from treeattn.mpi import communicators, library
@@ -440,13 +439,3 @@ def test_a_rank_that_does_not_come_on_one_of_two_nodes(comm):
         with pytest.raises(treeattn.TransportError, match=r"1 s without|NCCL's end"):
             decoder.close()
     comm.Barrier()
-
-
-def test_the_trial_of_doctor(comm, runtime, monkeypatch, capsys):
-    """Its program, of the first two ranks: a pull over the other's memory, right and in time."""
-    monkeypatch.setattr(cupy_runtime, "choose", lambda rank: None)
-    pair = comm.Split(comm.rank // 2, comm.rank)
-    if pair.size == 2:
-        exec(doctor_gpu._PEER_MEMORY.replace("MPI.COMM_WORLD", "pair"), {"pair": pair})
-        assert capsys.readouterr().out == "right\n"
-    pair.Free()
