@@ -33,8 +33,7 @@ class Certificate:
     to the bit; ``"C"``: they do when merges of three or more values are also folded in ascending order
     of the lowest contributing rank; ``"none"``: every rank is counted once, but bits may differ.
     min_records_for_double_buffering: from so many records on every rank's result depends on every rank, so no
-    rank can run two steps ahead of another; None where no number is enough. uniform_merge_order: every chunk
-    is merged in the same order, so permuting the records permutes the result.
+    rank can run two steps ahead of another; None where no number is enough.
     """
 
     determinism: Determinism
@@ -44,7 +43,6 @@ class Certificate:
     fan_in: int  # most messages that reach one rank in one round
     volume: float  # sent by all ranks together, in multiples of one rank's records
     min_records_for_double_buffering: int | None
-    uniform_merge_order: bool
     bits: str = "of the schedule"  # whose function the bits are; the operator may have them "of the tokens"
 
 
@@ -217,20 +215,17 @@ class _Prover:
     def _certificate(self) -> Certificate:
         schedule, final = self.schedule, self._final()
         self._check_complete(final)
-        ordered = self.expressions.ordered
-        named = {piece for pieces in final for piece in pieces}
-        orders = {ordered[value] for _, _, value in self._merged(list(named))}
+        left = self._merged(list({piece for pieces in final for piece in pieces}))
         reach = [Counter(t.dst for t in round_) for round_ in schedule.rounds]
         sent = sum(len(t.chunks) for round_ in schedule.rounds for t in round_)
         return Certificate(
             determinism=self._determinism(final),
             rounds=len(schedule.rounds),
-            depth=max(self.expressions.depth[value] for value in orders),
+            depth=max(self.expressions.depth[value] for _, _, value in left),
             messages=schedule.messages,
             fan_in=max((count for counts in reach for count in counts.values()), default=0),
             volume=sent / schedule.chunks,
             min_records_for_double_buffering=self._min_records(),
-            uniform_merge_order=len(orders) == 1,
         )
 
     def _min_records(self) -> int | None:

@@ -99,11 +99,6 @@ class ChunkMap:
         self._starts = [0]
         self._values = [value]
 
-    def pieces(self) -> list[Piece]:
-        """The value of every chunk, as (first, end, value), ascending."""
-        ends = [*self._starts[1:], self._chunks]
-        return list(zip(self._starts, ends, self._values, strict=True))
-
     def read(self, first: int, end: int) -> list[Piece]:
         """The pieces of the chunks first .. end - 1, cut to them."""
         starts, values = self._starts, self._values

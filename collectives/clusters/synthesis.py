@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import isqrt
+from operator import le
 from typing import NamedTuple
 
 from treeattn.collectives.catalog import select
@@ -46,14 +47,14 @@ class Priced(NamedTuple):
     max_nic_bytes: int
     bits: str
 
+    @property
+    def criteria(self) -> tuple[float, int, str]:
+        """What counts, each the less the better."""
+        return self.time, self.max_nic_bytes, self.bits
+
     def beats(self, other: Priced) -> bool:
         """Nowhere worse, and somewhere better."""
-        mine, theirs = (
-            (self.time, self.max_nic_bytes, self.bits),
-            (other.time, other.max_nic_bytes, other.bits),
-        )
-        worse = self.time > other.time or self.max_nic_bytes > other.max_nic_bytes or self.bits > other.bits
-        return mine != theirs and not worse
+        return self.criteria != other.criteria and all(map(le, self.criteria, other.criteria))
 
 
 def _nothing(_: str) -> None:
@@ -82,7 +83,7 @@ def search(machine: Machine, say: Callable[[str], object] = _nothing) -> tuple[l
         found.append(priced(machine, name, schedule))
         if not asked.needs_nodes and len(groups) > 1:
             found.append(priced(machine, f"{asked.text}, reordered", _reordered(machine, schedule)))
-    return sorted(found, key=lambda one: (one.time, one.max_nic_bytes, one.bits)), left
+    return sorted(found, key=lambda one: one.criteria), left
 
 
 def priced(machine: Machine, name: str, schedule: Schedule) -> Priced:
@@ -100,7 +101,7 @@ def front(found: Iterable[Priced]) -> list[Priced]:
     everyone = list(found)
     for one in everyone:
         if not any(other.beats(one) for other in everyone):
-            kept.setdefault((one.time, one.max_nic_bytes, one.bits), one)
+            kept.setdefault(one.criteria, one)
     return sorted(kept.values(), key=lambda one: one.time)
 
 

@@ -108,11 +108,7 @@ class MpiCommunicator(MPI.Intracomm):
 
     def exchange(self, receive: tuple[Array, int], send: tuple[Array, int]) -> Callable[[], None]:
         start = self._wait.run("exchange", lambda: [self.Irecv(*receive), self.Isend(*send)])
-        return functools.partial(self.wait_all, start)
-
-    def wait_all(self, requests: Sequence[MPI.Request]) -> None:
-        """Return when all requests of this communicator are done."""
-        self._run("Waitall", MPI.Request.Waitall, requests)
+        return functools.partial(self._run, "Waitall", MPI.Request.Waitall, start)
 
     def _run(self, name: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """A blocking call, of the owner alone. Threads of a rank that is alone, where none of them can wait
@@ -246,8 +242,8 @@ class PersistentRequests:
 # MVAPICH and Cray MPICH share it), Open MPI's, and the standard one of MPI 5.
 _KNOWN = {(4, 20): "MPICH", (8, 24): "Open MPI", (8, 32): "MPI standard"}
 
-# What `struct step` of kernels/cpu/step.c calls, in its order.
-_FUNCTIONS = ("MPI_Startall", "MPI_Testall", "MPI_Iprobe")
+# Field of `struct step` of kernels/cpu/step.c -> what is called there.
+_FUNCTIONS = {"startall": "MPI_Startall", "testall": "MPI_Testall", "iprobe": "MPI_Iprobe"}
 
 
 class MpiMessages(PersistentRequests):
@@ -267,12 +263,12 @@ class MpiMessages(PersistentRequests):
 
     def fields(self) -> dict[str, Any]:
         """The fields of `StepStruct` by which the compiled code sends."""
-        self._statuses = _statuses(max(map(len, self._handles.values()), default=0) + 1)
-        functions = zip(("startall", "testall", "iprobe"), _FUNCTIONS, strict=True)
+        most = max(map(len, self._handles.values()), default=0)
+        self._statuses = np.zeros((most + 1, MPI._sizeof(MPI.Status)), np.uint8)
         return {
-            **{field: _function(name) for field, name in functions},
+            **{field: _function(name) for field, name in _FUNCTIONS.items()},
             "statuses": self._statuses.ctypes.data,
-            "comm": _value(self.comm),
+            "comm": int.from_bytes(_bytes(self.comm), sys.byteorder),  # by value, in a whole register
             "any_source": MPI.ANY_SOURCE,
             "any_tag": MPI.ANY_TAG,
         }
@@ -304,12 +300,9 @@ def problem() -> str | None:
     """Why compiled code cannot call this MPI library, in one line; None where it can."""
     sizes = MPI._sizeof(MPI.Request), MPI._sizeof(MPI.Status)
     if sizes not in _KNOWN:
-        return (
-            "the binary interface of this MPI library is unknown: handles of {}, statuses of {} bytes".format(
-                *sizes
-            )
-        )
-    lacking = [name for name in _FUNCTIONS if not hasattr(_library(), name)]
+        unknown = "the binary interface of this MPI library is unknown: handles of {}, statuses of {} bytes"
+        return unknown.format(*sizes)
+    lacking = [name for name in _FUNCTIONS.values() if not hasattr(_library(), name)]
     return f"this MPI library shows no {lacking[0]}" if lacking else None
 
 
@@ -321,22 +314,11 @@ def _function(name: str) -> int:
 
 def _handles(objects: Sequence[Any]) -> np.ndarray[Any, Any]:
     """Handles side by side, as MPI takes an array of them: [count, bytes of one]."""
-    together = np.frombuffer(b"".join(map(_bytes, objects)), np.uint8)
-    return together.reshape(len(objects), -1 if objects else 0).copy()
-
-
-def _value(handle: Any) -> int:
-    """A handle as a function takes it by value, in a whole register."""
-    return int.from_bytes(_bytes(handle), sys.byteorder)
-
-
-def _statuses(count: int) -> np.ndarray[Any, Any]:
-    """Room for the statuses of `count` requests: [count, bytes of one]."""
-    return np.zeros((count, MPI._sizeof(MPI.Status)), np.uint8)
+    return np.frombuffer(b"".join(map(_bytes, objects)), np.uint8).reshape(len(objects), -1).copy()
 
 
 def _error_of(status: np.ndarray[Any, Any]) -> int:
-    """The error code in one of `_statuses`."""
+    """The error code in one status."""
     read = MPI.Status()
     ctypes.memmove(MPI._addressof(read), status.ctypes.data, status.nbytes)
     return read.error

@@ -166,8 +166,8 @@ def test_arrivals_queue_at_the_port_and_at_the_processor():
 def test_tapered_uplinks_are_shared():
     pairs = Schedule("pairs", 8, 1, (tuple(Transfer(r, r + 4) for r in range(4)),))
     free = two_tiers(2, 4, between=10.0, bandwidth=1.0)
-    tiers = (*free.tiers[:1], type(free.tiers[1])("net", 2, 10.0, 0.0, 0.0, 1.0, taper=4.0))
-    tapered = replace(free, tiers=tiers)
+    node, net = free.tiers
+    tapered = replace(free, tiers=(node, replace(net, taper=4.0)))
     # Four messages of 1 microsecond share an uplink with the bandwidth of one card.
     assert simulate(pairs, free, tuple(range(8)), Payload(1, 1000)).time == pytest.approx(11)
     assert simulate(pairs, tapered, tuple(range(8)), Payload(1, 1000)).time == pytest.approx(14)
@@ -175,6 +175,10 @@ def test_tapered_uplinks_are_shared():
     one_card = replace(tapered, cards=1)
     one = Schedule("one", 5, 1, ((Transfer(0, 4),),))
     assert simulate(one, one_card, tuple(range(5)), Payload(1, 1000)).time == pytest.approx(14)
+    # Further out an uplink is of two nodes and their eight cards: the last of four begins 1.5 later.
+    wide = replace(free, tiers=(node, net, replace(net, name="world", taper=4.0)))
+    far = Schedule("far", 12, 1, (tuple(Transfer(r, r + 8) for r in range(4)),))
+    assert simulate(far, wide, tuple(range(12)), Payload(1, 1000)).time == pytest.approx(12.5)
 
 
 def test_rendezvous_waits_for_the_receiver():
