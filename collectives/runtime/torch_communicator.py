@@ -24,7 +24,7 @@ from treeattn.collectives.program import Program
 from treeattn.collectives.runtime import communicator, watchdog
 from treeattn.collectives.runtime.communicator import Member, kernel, namespace
 from treeattn.collectives.runtime.memory import Array, Message, Requests
-from treeattn.collectives.runtime.reducer import Owner, owner_of_communicator
+from treeattn.collectives.runtime.reducer import owner_of_communicator
 from treeattn.errors import PeerError, StateError
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class TorchCommunicator:
         self._group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._known, self._channel = known, channel
+        self.owner, self.kept = known.owner, known.kept  # of the group: its collectives have no channels
 
     @classmethod
     def of(cls, group: ProcessGroup) -> TorchCommunicator:
@@ -108,15 +109,6 @@ class TorchCommunicator:
     def nodes(self) -> tuple[tuple[int, ...], ...]:
         """Ranks by node: of one host, one kernel and one space of process numbers."""
         return communicator.node_groups(self.members)
-
-    @property
-    def owner(self) -> Owner:
-        """The owner of the group, whose collectives have no channels."""
-        return self._known.owner
-
-    @property
-    def kept(self) -> dict[Any, Any]:
-        return self._known.kept
 
     def allgather(self, sendobj: T, /) -> list[T]:
         if self.size == 1:

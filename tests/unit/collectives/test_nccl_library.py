@@ -114,14 +114,19 @@ def test_a_cupy_that_does_not_load_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     assert "does not load" in str(nccl.problem())
 
 
-def test_a_refusal_says_where_to_learn_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    use(monkeypatch, no_id=NcclError("NCCL_ERROR_SYSTEM_ERROR"))
-    with pytest.raises(TransportError, match="does not start: NCCL_ERROR_SYSTEM_ERROR.*NCCL_DEBUG"):
-        nccl.connect(ONE, STREAM)
-    use(monkeypatch, error=NcclError("NCCL_ERROR_INVALID_USAGE"))
-    nccl._library.cache_clear()
-    with pytest.raises(TransportError, match="cannot connect 1 ranks: NCCL_ERROR_INVALID_USAGE.*NCCL_DEBUG"):
-        nccl.connect(ONE, STREAM)
+def test_a_cupy_without_nccl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, available=False)
+    assert "no NCCL: install treeattn[nccl12]" in str(nccl.problem())
+
+
+@pytest.mark.parametrize(
+    ("when", "said"),
+    [("no_id", "does not start"), ("error", "cannot connect 1 ranks"), ("broken", "broke off")],
+)
+def test_a_refusal_says_where_to_learn_more(monkeypatch: pytest.MonkeyPatch, when: str, said: str) -> None:
+    use(monkeypatch, **{when: NcclError("NCCL_ERROR_SYSTEM_ERROR")})
+    with pytest.raises(TransportError, match=f"{said}: NCCL_ERROR_SYSTEM_ERROR.*NCCL_DEBUG"):
+        nccl.connect(ONE, STREAM).check()
 
 
 @pytest.mark.parametrize(
