@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import isqrt
-from operator import le
 from typing import NamedTuple
 
 from treeattn.collectives.catalog import select
@@ -54,7 +53,8 @@ class Priced(NamedTuple):
 
     def beats(self, other: Priced) -> bool:
         """Nowhere worse, and somewhere better."""
-        return self.criteria != other.criteria and all(map(le, self.criteria, other.criteria))
+        worse = self.time > other.time or self.max_nic_bytes > other.max_nic_bytes or self.bits > other.bits
+        return self.criteria != other.criteria and not worse
 
 
 def _nothing(_: str) -> None:
