@@ -167,11 +167,18 @@ class Verifier:
             self.shape = Shape(batch, nodes, heads, kv_heads, head_dim, dtype)
             refuse({"blocks": reproducible == "blocks", "mask": True})
             self._device.check_shape(self.shape)
-            self._drafts = _Drafts(self.shape, self._device, scale)
+            operator = self._device.merge_operator(self.shape.head_dim, self.shape.record_dtype)
+            empty = self._device.memory.empty
+            self._records = empty((*self.shape.lse_shape, operator.width), operator.dtype)  # of drafts
+            self._tables = MaskTables(Rules(), batch, nodes)
+            factor = self.shape.logit_scale(scale)
+            self._attend = self._device.attention(self.shape, self._records, factor, self._tables)
+            self._masked: tuple[TokenTree, Array] | None = None
         self.owner, self._size, self._rank = owner, comm.size, comm.rank
         how: dict[str, Any] = {"scheme": scheme, "reproducible": reproducible}
         self.decoder = Decoder(comm, **self.shape.plain, scale=scale, device=device, **how)
-        self._merge = self._drafts.merged_into(self.decoder.records)
+        records = (array.reshape(-1, operator.width) for array in (self.decoder.records, self._records))
+        self._merge: Callable[[], object] = operator.planned_merge(*records)
         self._containers = arrays.Containers(self._device.view, (self.decoder.out, self.decoder.lse))
 
     def __call__(
@@ -202,13 +209,23 @@ class Verifier:
         q, k, v, draft_k, draft_v = self._containers.take(q, k, v, draft_k, draft_v, names=_NAMES)
         _check_drafts(self.shape, tree, draft_k, draft_v)
         owners = draft_owners(self.owner if owner is None else owner, tree, self._size, shard_lengths)
+        mine = tree.real & (owners == self._rank)
         self.decoder.local(q, k, v, lengths)
-        if self._drafts.attend(q, draft_k, draft_v, tree, owners == self._rank):
+        if mine.any():
+            self._mask(tree, mine)
+            self._device.check(self.shape, q, draft_k, draft_v, None)
+            self._attend(q, draft_k, draft_v, None)
             self._merge()
         self.decoder.reduce()
         self.decoder.finish()
         blank_pads(tree, self.decoder.out, self.decoder.lse)
         return self._containers.give()
+
+    def _mask(self, tree: TokenTree, mine: Array) -> None:
+        """Let each node see those ancestors that are `mine`, bool [batch, L]; trees mostly come again."""
+        if self._masked is None or self._masked[0] is not tree or not np.array_equal(self._masked[1], mine):
+            self._tables.update(None, tree.nodes, mask=tree.mask & tree.real[:, :, None] & mine[:, None, :])
+            self._masked = tree, mine
 
     def close(self) -> None:
         """Release communicator and requests. Collective."""
@@ -219,38 +236,6 @@ class Verifier:
 
     def __exit__(self, *exception: object) -> None:
         self.decoder.__exit__(*exception)
-
-
-class _Drafts:
-    """The masked pass over draft tokens, into records of its own."""
-
-    def __init__(self, shape: Shape, device: Device, scale: float | None) -> None:
-        self._shape, self._device = shape, device
-        self._operator = device.merge_operator(shape.head_dim, shape.record_dtype)
-        self._records = device.memory.empty((*shape.lse_shape, self._operator.width), self._operator.dtype)
-        self._tables = MaskTables(Rules(), shape.batch, shape.queries)
-        scale = shape.default_scale() if scale is None else float(scale)
-        self._attention = device.attention(shape, self._records, scale, self._tables)
-        self._seen: tuple[TokenTree, Array] | None = None
-
-    def merged_into(self, records: Array) -> Callable[[], object]:
-        """A call that folds the records of drafts into those of the context."""
-        own, other = (array.reshape(-1, self._operator.width) for array in (records, self._records))
-        merge: Callable[[], object] = self._operator.planned_merge(own, other)
-        return merge
-
-    def attend(self, q: Array, draft_k: Array, draft_v: Array, tree: TokenTree, mine: Array) -> bool:
-        """Each node to those ancestors that are `mine`, bool [batch, L]; whether there are any at all."""
-        mine = mine & tree.real
-        if not mine.any():
-            return False
-        if self._seen is None or self._seen[0] is not tree or not np.array_equal(self._seen[1], mine):
-            seen = tree.mask & tree.real[:, :, None] & mine[:, None, :]
-            self._tables.update(None, tree.nodes, mask=seen)
-            self._seen = tree, mine
-        self._device.check(self._shape, q, draft_k, draft_v, None)
-        self._attention(q, draft_k, draft_v, None)
-        return True
 
 
 def blank_pads(tree: TokenTree, out: Array, lse: Array) -> None:
