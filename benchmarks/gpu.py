@@ -1,5 +1,5 @@
 """A day on a GPU in one call that needs no installation: python benchmarks/gpu.py [FAMILY ..] [--tar FILE]
-That python has NumPy, CuPy, msgspec and ml_dtypes; pytest and hypothesis for the tests, mpi4py for ranks.
+That python has NumPy, CuPy and ml_dtypes; for tests pytest and hypothesis, for doctor and ranks all the rest.
 
 Each family is a session of its own with a limit of time, so that a kernel which fails takes no other along;
 those that measure come first. It leaves docs/results/gpu_FAMILY.json: machine, commit, command, exit code,

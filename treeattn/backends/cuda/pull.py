@@ -4,9 +4,9 @@ come in between, by several launches of it."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -103,21 +103,30 @@ class PlannedPull:
         }
         self._runtime, self._blocks = runtime, blocks
         self._arrays = (records, self.landed, self._late, steps)
-        parts = []
+        self._launches: list[Any] = []
         for part in tables.parts:
             here = tables.instructions[part.start : part.stop]
             numbers = {"instructions": len(part), "ends": part is tables.parts[-1]}
-            parts.append(
-                _of_part(runtime, common | numbers, windows=windows, program=here, sources=tables.sources)
-            )
-        self._first, self._launches = parts[0], [self._planned(*part) for part in parts]
+            given = {"windows": windows, "program": here, "sources": tables.sources}
+            self._launches.append(self._planned(common | numbers, given))
         runtime.synchronize()  # a step may run on another stream than this
 
-    def _planned(self, expression: str, arguments: Any, others: Iterable[Any]) -> Callable[[], object]:
+    def _planned(self, common: dict[str, Any], tables: dict[str, Any]) -> Callable[[], object]:
+        fit = all(len(table) <= _IN_PARAMETERS[name].shape[0] for name, table in tables.items())
+        kind = "InParameters" if fit else "InMemory"
+        arguments, arrays = np.zeros(1, _KINDS[kind]), list(self._arrays)
+        for name, value in common.items():
+            arguments[name] = value
+        for name, table in tables.items():
+            if fit:
+                arguments["tables"][name][0, : len(table)] = table
+                continue
+            arrays.append(_on_device(np.asarray(table, _IN_PARAMETERS[name].base), self._runtime))
+            arguments["tables"][name] = self._runtime.address(arrays[-1])
         # The last launch counts the step, and spoils what messages brought last where an earlier one gave up.
-        blocks = self._blocks if arguments["instructions"] or arguments["ends"] else 0
-        kernel = self._runtime.kernel("pull_partials", expression)
-        return planned_launch(kernel, blocks, arguments, (*self._arrays, *others))
+        blocks = self._blocks if common["instructions"] or common["ends"] else 0
+        kernel = self._runtime.kernel("pull_partials", f"pull_partials<{kind}>")
+        return planned_launch(kernel, blocks, arguments, tuple(arrays))
 
     def __call__(self, part: int = 0) -> None:
         """Queue one part of the program."""
@@ -125,40 +134,18 @@ class PlannedPull:
 
     def fuse_epilogue(self, work: Any) -> Callable[[], object] | None:
         """A step and the `planned_finish` of its records in one launch; None where a step is not one."""
-        if len(self._launches) > 1 or not self._first.arguments["instructions"]:
+        first = self._launches[0]
+        if len(self._launches) > 1 or not first.arguments["instructions"]:
             return None
-        arguments = self._first.arguments.copy()
+        arguments = first.arguments.copy()
         for name in ("out", "lse", "heads", "queries"):
             arguments[name] = work.arguments[name]
-        return self._planned(self._first.expression, arguments, (*self._first.others, *work.arrays))
+        return planned_launch(first.func, self._blocks, arguments, (*first.arrays, *work.arrays))
 
     def timed_out_peer(self) -> tuple[int, int] | None:
         """(rank, round) that did not come in time; None where there is none."""
         code = int(self._late[0])
         return ((code & 0xFFFFFFFF) - 1, code >> 32) if code else None
-
-
-class _Part(NamedTuple):
-    """A launch: its kernel, its arguments, and the arrays that its tables lie in."""
-
-    expression: str
-    arguments: Any
-    others: list[Any]
-
-
-def _of_part(runtime: Runtime, common: dict[str, Any], **tables: Any) -> _Part:
-    fit = all(len(table) <= _IN_PARAMETERS[name].shape[0] for name, table in tables.items())
-    kind = "InParameters" if fit else "InMemory"
-    arguments, others = np.zeros(1, _KINDS[kind]), []
-    for name, value in common.items():
-        arguments[name] = value
-    for name, table in tables.items():
-        if fit:
-            arguments["tables"][name][0, : len(table)] = table
-            continue
-        others.append(_on_device(np.asarray(table, _IN_PARAMETERS[name].base), runtime))
-        arguments["tables"][name] = runtime.address(others[-1])
-    return _Part(f"pull_partials<{kind}>", arguments, others)
 
 
 class _Tables:

@@ -12,22 +12,16 @@ from typing import NamedTuple
 import numpy as np
 
 from treeattn.attention.mask_tables import MaskTables
-from treeattn.backends.cuda.runtime import Runtime
+from treeattn.backends.cuda.runtime import Runtime, structure
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 
 _NO_DRAFT = np.int32(2**31 - 1)
 
 # TileView, Span and TokenTables of kernels/cuda/tokens.cuh.
-_TILE = np.dtype(
-    [(name, "i4") for name in ("first_span", "spans", "steps", "begin", "end")]
-    + [(name, "i4") for name in ("whole_begin", "whole_end", "draft_begin")]
-)
-_SPAN = np.dtype([(name, "i4") for name in ("begin", "end", "first_step", "unused")])
-_LOOKUP = np.dtype(
-    [(name, "u8") for name in ("runs", "mask", "draft_positions")]
-    + [(name, "i8") for name in ("run_count", "drafts", "mask_words")]
-)
+_TILE = structure("", "", "first_span spans steps begin end whole_begin whole_end draft_begin")
+_SPAN = structure("", "", "begin end first_step unused")
+_LOOKUP = structure("runs mask draft_positions", "run_count drafts mask_words", "")
 
 
 class Spans(NamedTuple):
