@@ -1,20 +1,25 @@
 """Mistakes of a newcomer, each answered by one sentence, or by the right number.
 
 Words of commands: code 2, a line that says what is wrong, and nothing written; what is wrong with files, and
-what takes a model, is with the tests of its command. Calls from Python that no other test makes.
+what takes a model, is with the tests of its command. Calls from Python that no other test makes. Starts
+of ranks, with a piece forgotten.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
+import sys
 
 import numpy as np
 import pytest
 
 import treeattn as package
+from tests.support.drawn import sample
+from tests.support.torchrun import SETTINGS
 from treeattn.collectives import build
 
-from .launch import ROOT, in_process
+from .launch import ROOT, in_process, mpiexec, run
 
 CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
 
@@ -212,3 +217,60 @@ def test_a_call_says_what_is_wrong(call, message):
     with pytest.raises((package.TreeattnError, TypeError), match=message) as told:
         call()
     assert len(str(told.value).splitlines()) == 1
+
+
+#: What every rank of it should print is the mean of all ranks' numbers.
+PROGRAM = """
+import os, sys
+import numpy as np
+import treeattn
+if os.environ.get("GROUP"):
+    import torch.distributed
+    torch.distributed.init_process_group("gloo")
+names = "RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"
+rank = np.float32(next((os.environ[name] for name in names if name in os.environ), 0))
+q, k = np.zeros((1, 1, 1, 8), np.float32), np.zeros((1, 3, 1, 8), np.float32)
+out, lse = treeattn.decode(q, k, k + rank, scheme=(sys.argv[1:] or [None])[0])
+sys.stdout.write(f"{out.mean()}\\n")
+"""
+MPIEXEC, ALONE = "{mpiexec} -n 2 {python} {program}", "{python} {program}"
+ELSEWHERE = "{mpiexec} -n 2 env -i PATH={path} PYTHONPATH={root} {python} {program}"
+TWO = "{mpiexec} -n 1 {python} {program} ring : -n 1 {python} {program} chain"
+TORCHRUN = "{python} -m torch.distributed.run --standalone --nproc-per-node 2 {program}"
+SLURM = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
+#: A start, its words, its variables -> the number of each rank, or a sentence.
+LAUNCHES = [
+    ("mpiexec", "{mpiexec} -n 2 {python} -m mpi4py {program}", {}, [0.5, 0.5]),
+    ("mpiexec without -m mpi4py", MPIEXEC, {}, [0.5, 0.5]),
+    ("no launcher", ALONE, {}, [0.0]),
+    ("sbatch without srun", ALONE, SLURM, [0.0]),
+    ("torchrun", TORCHRUN, {"GROUP": "1"}, [0.5, 0.5]),
+    ("torchrun without a group", TORCHRUN, {}, "call torch.distributed.init_process_group first"),
+    ("srun without a plug-in", ALONE, SLURM | {"SLURM_STEP_NUM_TASKS": "4"}, "srun --mpi=pmi2 for MPICH"),
+    ("mpirun of another MPI", ALONE, OPEN_MPI, "the launcher started 2 processes"),
+    ("an environment that does not arrive", ELSEWHERE, {}, "one of 2 processes"),
+    ("ranks of two minds", TWO, {}, "scheme differs between ranks"),
+]
+
+
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
+@pytest.mark.parametrize(
+    ("start", "words", "variables", "told"), sample(7, LAUNCHES), ids=[row[0] for row in LAUNCHES]
+)
+def test_a_start_of_which_a_piece_is_forgotten(start, words, variables, told, tmp_path):
+    """It ends with a sentence, or every rank prints the right number."""
+    if "torch" in start:
+        pytest.importorskip("torch")
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    given = {"python": sys.executable, "mpiexec": mpiexec(), "program": program, "root": ROOT}
+    words = words.format(**given, path=os.environ["PATH"]).split()
+    settings = {**SETTINGS, "PYTHONPATH": str(ROOT), **variables}
+    done = run("-c", "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])", *words, code=None, **settings)
+    assert (done.returncode == 0) == isinstance(told, list), done.stderr
+    if isinstance(told, list):
+        assert [float(line) for line in done.stdout.split()] == told
+    else:
+        assert done.stdout == ""
+        assert told in done.stderr

@@ -83,9 +83,7 @@ ROOTLESS = "unshare --user --map-root-user"
 
 
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
-@pytest.mark.parametrize(
-    ("words", "before"), [(f"decode {CACHE}", ""), ("doctor", ""), (f"decode {CACHE}", ROOTLESS)]
-)
+@pytest.mark.parametrize(("words", "before"), [("doctor", ""), (f"decode {CACHE}", ROOTLESS)])
 def test_an_environment_that_does_not_arrive(words, before):
     if before and (
         shutil.which("unshare") is None or subprocess.run(["unshare", "--user", "true"]).returncode
