@@ -29,7 +29,7 @@ from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement, block, node_groups
 from treeattn.collectives.clusters.simulate import Simulation, simulate
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload
 from treeattn.study import environment
 
 # Of our time: how far apart they may be where no message waits for a port, and elsewhere.

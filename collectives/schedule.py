@@ -63,6 +63,19 @@ class Message(NamedTuple):
     merge: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What a rank brings: `records` records of `record_bytes` bytes, never cut within `group` of them."""
+
+    records: int = 16
+    record_bytes: int = 520
+    group: int = 1
+
+    @property
+    def bytes(self) -> int:
+        return self.records * self.record_bytes
+
+
 Result = Literal["replicated", "scattered", "root"]
 RESULTS: tuple[Result, ...] = ("replicated", "scattered", "root")
 

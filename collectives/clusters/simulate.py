@@ -27,8 +27,7 @@ from typing import NamedTuple
 from treeattn.collectives.clusters.bound import lower_bound
 from treeattn.collectives.clusters.description import Cluster, Executor
 from treeattn.collectives.clusters.placement import Placement, explicit
-from treeattn.collectives.schedule import Schedule
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload, Schedule
 from treeattn.errors import ArgumentError
 
 _ONE_TOKEN = Payload()  # of 16 heads of 128

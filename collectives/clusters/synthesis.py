@@ -19,8 +19,7 @@ from treeattn.collectives.clusters.levels import Nested, nested
 from treeattn.collectives.clusters.placement import Placement, node_groups, suited
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.combinators import on_ranks
-from treeattn.collectives.schedule import Schedule
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload, Schedule
 from treeattn.errors import RestrictionError, ScheduleError
 
 #: Candidates of more are left alone: they would take longer to price than all others together.

@@ -11,7 +11,7 @@ import click
 
 from treeattn import files
 from treeattn.collectives.runtime.communicator import Communicator, MpiCommunicator
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import collectively, must_match

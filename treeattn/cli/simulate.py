@@ -24,8 +24,7 @@ from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import Simulation, simulate
 from treeattn.collectives.drawings.timeline import timeline
 from treeattn.collectives.drawings.trace import trace
-from treeattn.collectives.schedule import Result
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload, Result
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.mpi.topology import needed
 from treeattn.report import Column, Progress, Report, count, microseconds

@@ -17,7 +17,7 @@ from treeattn.collectives.clusters.critical_path import Cost, cost
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload
 from treeattn.errors import ArgumentError
 
 

@@ -28,8 +28,7 @@ from treeattn.collectives.clusters.description import Cluster, Executor, Protoco
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.combinators import on_ranks, side_by_side
-from treeattn.collectives.schedule import Round, Schedule
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload, Round, Schedule
 from treeattn.study import extra
 from treeattn.study.intervals import MEDIAN
 

@@ -13,7 +13,7 @@ from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.critical_path import Cost, cost
 from treeattn.collectives.clusters.description import Cluster, Executor, Tier
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload
 from treeattn.study.intervals import ASSUMED, DRAWS, estimates
 
 

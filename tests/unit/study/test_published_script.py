@@ -15,7 +15,7 @@ from treeattn.collectives import build
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.placement import block
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload
 
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks/published.py"
 PROGRAMS = {

@@ -15,8 +15,7 @@ from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.runtime.communicator import MpiCommunicator
-from treeattn.collectives.schedule import Schedule
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload, Schedule
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.mpi import topology
 from treeattn.mpi.agreement import collectively

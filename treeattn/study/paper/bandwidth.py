@@ -13,7 +13,7 @@ from treeattn.collectives import Schedule, Transfer
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.runtime.communicator import MpiCommunicator
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload
 from treeattn.mpi import communicators
 from treeattn.study.paper.experiment import IN_THE_FIGURE, MACHINE, Table
 

@@ -9,7 +9,7 @@ from made_clusters import two_tiers, with_executor
 from treeattn.collectives import build
 from treeattn.collectives.clusters.arrivals import arrivals
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload
 from treeattn.errors import ArgumentError
 
 PLACES = tuple(range(8))

@@ -18,7 +18,7 @@ from treeattn.collectives.clusters.critical_path import cost
 from treeattn.collectives.clusters.description import Cluster, Executor, Protocol, Tier, as_toml
 from treeattn.collectives.clusters.placement import block, node_groups
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload
 from treeattn.study.fit import RECORDS, fit, probes
 from treeattn.study.intervals import estimates
 

@@ -10,7 +10,7 @@ from treeattn.collectives import build
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.placement import block, node_groups
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload
 
 NEAR = "reduce_scatter_gather:order=near"
 # (scheme, ranks, one a node) -> bytes, up to 128 KiB and below the humps of 1 MiB -> microseconds, by PICO

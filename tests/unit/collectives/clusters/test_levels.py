@@ -10,7 +10,7 @@ from treeattn.collectives.clusters.description import Cluster, Executor, Tier
 from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import block, node_groups
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload
 
 
 def cluster(*joins, latencies=(1.0, 2.0, 20.0, 200.0)):

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from treeattn.collectives import Schedule, Transfer
 from treeattn.collectives.clusters.description import Cluster, Executor, Protocol, Tier
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload
 
 CHUNKS = 1000
 IMMENSE = 1e9  # times of any drawn rate

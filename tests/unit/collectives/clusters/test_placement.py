@@ -8,7 +8,7 @@ from made_clusters import two_tiers
 from treeattn.collectives import build
 from treeattn.collectives.clusters.placement import block, cyclic, node_groups, suited
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload
 from treeattn.errors import ArgumentError
 
 CLUSTER = two_tiers(4, 2)

@@ -14,7 +14,7 @@ from treeattn.collectives.clusters.bound import spread
 from treeattn.collectives.clusters.critical_path import assumed_share, critical_path, in_words
 from treeattn.collectives.clusters.placement import block, node_groups
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload
 from treeattn.errors import ArgumentError
 
 G = 8

@@ -15,7 +15,7 @@ from treeattn.collectives.clusters.synthesis import (
     front,
     search,
 )
-from treeattn.collectives.traffic import Payload
+from treeattn.collectives.schedule import Payload
 
 
 def machine(cluster=None, place=block, payload=None):
