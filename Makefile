@@ -319,7 +319,7 @@ links:
 
 # Of torch the build for processors, which its own index has under the same name.
 .venv/.torch: .venv/.tests
-	$(BIN)/python -m pip install -q torch==2.13.0 transformers==5.24.0
+	$(BIN)/python -m pip install -q torch==2.13.0
 	$(BIN)/python -m pip install -q -e '.[$(EXTRAS),test,nvrtc,huggingface]'
 	@touch $@
 

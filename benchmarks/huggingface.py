@@ -22,7 +22,7 @@ from transformers.masking_utils import sdpa_mask
 
 from treeattn import huggingface
 from treeattn.huggingface.attention import attention
-from treeattn.huggingface.layers import FullAttentionLayer, waiting
+from treeattn.huggingface.layers import FullAttentionLayer, updated
 from treeattn.mpi import communicators
 
 spent: dict[str, list[float]] = {}
@@ -49,8 +49,8 @@ def filled(config, cache, tokens):
         k, v = torch.randn(2, 1, config.num_key_value_heads, tokens, config.head_dim)
         cache.update(k, v, layer)
         if isinstance(cache, huggingface.ShardedKV):  # attention would append them
-            waiting.layer = None
-            cache.layers[layer].store.append(k.transpose(1, 2).numpy(), v.transpose(1, 2).numpy())
+            cache.waiting = updated().layer = None
+            cache.layers[layer].append(k.transpose(1, 2).numpy(), v.transpose(1, 2).numpy())
     return cache
 
 

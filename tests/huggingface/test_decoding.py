@@ -7,7 +7,7 @@ import pytest
 transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
 torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
 
-from tests.support.tiny_models import CACHE, assert_close, logits_of, made, padded, prompt  # noqa: E402
+from tests.support.tiny_models import assert_close, logits_of, made, padded, prompt  # noqa: E402
 from treeattn import huggingface  # noqa: E402
 from treeattn.errors import ArgumentError  # noqa: E402
 
@@ -111,26 +111,21 @@ def test_ranks_that_would_part_go_on_with_rank_0(comm, way):
         assert alone[0, ids.shape[1]] == token  # which a rank for itself would take
     model.set_attn_implementation("treeattn")
     torch.manual_seed(11)
-    named = {CACHE: huggingface.ShardedKV(model.config, comm, capacity=64)}
-    assert model.generate(ids, **named, **given).tolist() == wanted.tolist()
+    cache = huggingface.ShardedKV(model.config, comm, capacity=64)
+    assert model.generate(ids, cache=cache, **given).tolist() == wanted.tolist()
 
 
-def test_tokens_are_those_that_rank_0_drew(comm, monkeypatch):
-    """Of the same scores, whose probabilities may differ in a last bit; by beams an error, at the end too."""
-    model, ids, draw = made("Llama"), prompt(2), torch.multinomial
-    sampled = {"do_sample": True, "max_new_tokens": 6}
-    torch.manual_seed(11)
-    wanted = model.generate(ids, **sampled)
-    model.set_attn_implementation("treeattn")
+@pytest.mark.parametrize("given", [{"max_new_tokens": 6}, {"num_beams": 2, "max_new_tokens": 1}])
+def test_ranks_that_draw_otherwise_are_told(comm, monkeypatch, given):
+    """Of the same scores, whose probabilities may differ in a last bit: at the next token, or at the end."""
+    if comm.size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    model, draw = made("Llama", "treeattn"), torch.multinomial
     if comm.rank:
         monkeypatch.setattr(torch, "multinomial", lambda *given, **named: (draw(*given, **named) + 1) % 97)
-    torch.manual_seed(11)
     cache = huggingface.ShardedKV(model.config, comm, capacity=64)
-    assert model.generate(ids, past_key_values=cache, **sampled).tolist() == wanted.tolist()
-    cache.reset()
-    if comm.size > 1:
-        with pytest.raises(ArgumentError, match="ids differs between ranks"):
-            model.generate(ids, past_key_values=cache, do_sample=True, num_beams=2, max_new_tokens=1)
+    with pytest.raises(ArgumentError, match="ids differs between ranks"):
+        model.generate(prompt(2), past_key_values=cache, do_sample=True, **given)
 
 
 @torch.no_grad()

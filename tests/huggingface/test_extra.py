@@ -1,4 +1,4 @@
-"""Without torch, or with an older transformers, the import says in one line what to install."""
+"""Without torch, or with another transformers, the import says in one line what to install."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def test_the_import_names_the_extra(monkeypatch, missing):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torch", types.ModuleType("torch"))
     old = types.ModuleType("transformers")
-    old.__version__ = "4.57.1"
+    old.__version__ = "5.17.0"
     monkeypatch.setitem(sys.modules, "transformers", old)
-    with pytest.raises(BackendError, match="needs transformers 5 or newer, not 4.57.1"):
+    with pytest.raises(ImportError, match=r"serves transformers 5.24, not 5.17.0: pip install '.*5.24.\*'"):
         importlib.import_module("treeattn.huggingface")
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(BackendError, match=rf"{missing}.*pip install 'treeattn\[huggingface\]'"):

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
 
 def held(cache):
     """Numbers of a token in each layer."""
-    arrays = [(layer.store.shard.k, layer.store.shard.v) for layer in cache.layers]
+    arrays = [(layer.shard.k, layer.shard.v) for layer in cache.layers]
     return {sum(one.shape[2] * one.shape[3] for one in both if one is not None) for both in arrays}
 
 

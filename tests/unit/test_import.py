@@ -109,3 +109,12 @@ def test_import_loads_no_heavy_module():
     heavy = {"mpi4py.MPI", "cupy", "torch", "matplotlib", "msgspec"}
     done = python(f"import sys, treeattn; print({heavy!r} & set(sys.modules))")
     assert done.stdout.strip() == "set()", done.stdout + done.stderr
+
+
+def test_one_version_of_transformers():
+    """What is asked for is what is served."""
+    served = re.search(r'^SERVED = "(.*)"$', (ROOT / "treeattn/huggingface/__init__.py").read_text(), re.M)[1]
+    extras = configparser.ConfigParser()
+    extras.read(ROOT / "setup.cfg")
+    asked = [extras["options.extras_require"][extra].split() for extra in ("huggingface", "oracle")]
+    assert all(f"transformers=={served}.*" in packages for packages in asked)

@@ -3,14 +3,14 @@
 >>> from treeattn import huggingface                                             # doctest: +SKIP
 >>> model = AutoModelForCausalLM.from_pretrained(DIR, attn_implementation="treeattn")  # doctest: +SKIP
 >>> cache = huggingface.ShardedKV(model.config, capacity=131072)                 # doctest: +SKIP
->>> model.generate(ids, past_key_values=cache, max_new_tokens=100)               # doctest: +SKIP
+>>> model.generate(ids, cache=cache, max_new_tokens=100)                         # doctest: +SKIP
 
 Importing this registers "treeattn" as an attention implementation, with its mask, and lets ``generate()``
 over a `ShardedKV` of several ranks go on with the scores of rank 0. It is the one package that imports torch
-and transformers (5 or newer, the extra ``huggingface``); nothing else here imports it.
+and transformers (of the extra ``huggingface``); nothing else here imports it.
 """
 
-from treeattn.errors import BackendError, MissingPackageError
+from treeattn.errors import MissingPackageError
 
 try:
     import torch as _torch  # noqa: F401
@@ -18,16 +18,20 @@ try:
 except ImportError as error:
     raise MissingPackageError(f"treeattn.huggingface: {error}; pip install 'treeattn[huggingface]'") from None
 
-if int(_transformers.__version__.split(".")[0]) < 5:
-    raise BackendError(
-        f"treeattn.huggingface needs transformers 5 or newer, not {_transformers.__version__}: "
-        "pip install 'treeattn[huggingface]'"
+#: The versions of transformers that are served, since caches and masks change from one to the next.
+#: setup.cfg asks for the same.
+SERVED = "5.24"
+
+if not _transformers.__version__.startswith(f"{SERVED}."):
+    raise MissingPackageError(
+        f"treeattn.huggingface serves transformers {SERVED}, not {_transformers.__version__}: "
+        f"pip install 'transformers=={SERVED}.*'"
     )
 
-from treeattn.huggingface.agreeing_ranks import let_generate_agree
-from treeattn.huggingface.attention import register
-from treeattn.huggingface.cache import ShardedKV
-from treeattn.huggingface.prefill import prefill
+from treeattn.huggingface.agreeing_ranks import let_generate_agree  # noqa: E402
+from treeattn.huggingface.attention import register  # noqa: E402
+from treeattn.huggingface.cache import ShardedKV  # noqa: E402
+from treeattn.huggingface.prefill import prefill  # noqa: E402
 
 register()
 let_generate_agree(ShardedKV)

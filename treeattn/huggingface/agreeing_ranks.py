@@ -1,18 +1,17 @@
-"""All ranks of a generate() stay together: it goes on with the scores, random numbers and draws of rank 0,
-and ranks that were given different tokens raise an error before they mix them."""
+"""All ranks of a generate() stay together: it goes on with the scores and random numbers of rank 0, and ranks
+that were given different tokens raise an error before they mix them."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
+import inspect
 from typing import Any
 
 import numpy as np
 import torch
-from transformers.generation import GenerationMixin, LogitsProcessor, StoppingCriteria, StoppingCriteriaList
+from transformers.generation import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
 from treeattn.errors import ArgumentError
-from treeattn.huggingface.origin import Telling
 from treeattn.huggingface.tensors import digest
 from treeattn.mpi.agreement import Agreement, must_match
 
@@ -21,7 +20,8 @@ _RECENT = 256
 
 
 class AgreeingRanks(LogitsProcessor):
-    """What every generate() over a `ShardedKV` of several ranks has behind its own processors.
+    """What every generate() over a `ShardedKV` has behind the caller's own processors: the cache is told the
+    ids that it holds, and several ranks go on alike.
 
     Attention gives all ranks the same bits. What is computed beside it does so too on equal processors; where
     they differ, a near tie could be decided otherwise on one rank, which would then write another text, or
@@ -34,98 +34,65 @@ class AgreeingRanks(LogitsProcessor):
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """The scores of rank 0, whose random numbers come along."""
-        self.compare(input_ids if self._first else input_ids[:, -_RECENT:])
+        cache = self._cache
+        cache.check_attended()
+        cache.origin.tell(input_ids, cache.get_seq_length())
+        if cache.comm.size == 1:
+            return scores
+        must_match(cache.comm, {"ids": digest(input_ids if self._first else input_ids[:, -_RECENT:])})
         self._first = False
-        return self._cache.agreed(scores)
-
-    def compare(self, ids: Any) -> None:
-        """Raise `ArgumentError` unless all ranks have these. Collective."""
-        must_match(self._cache.comm, {"ids": digest(ids)})
-
-    def drawn(self, tokens: Any) -> Any:
-        """Those of rank 0. Collective."""
-        return torch.from_numpy(self._cache.comm.bcast(tokens.cpu().numpy()))
-
-
-class AgreeingDraws(StoppingCriteria):
-    """Puts the tokens that rank 0 drew behind the ids, before any criterion looks at them: probabilities are
-    made of the same scores on each rank, and may differ in a last bit."""
-
-    def __init__(self, ranks: AgreeingRanks) -> None:
-        self._ranks = ranks
-
-    def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
-        """Replace the last token by rank 0's; no sequence ends here."""
-        input_ids[:, -1] = self._ranks.drawn(input_ids[:, -1])
-        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+        return cache.agreed(scores)
 
 
 def let_generate_agree(caches: type[Any]) -> None:
-    """Have generate() of all models append `AgreeingRanks` where it is given one of `caches`, and refuse what
-    would be another text. There is no place where transformers asks a cache; a version that made processors
-    elsewhere would leave steps to `check_same_tokens`, which raises where ranks part."""
-    prepare = GenerationMixin._get_logits_processor
+    """Have generate() of all models add `AgreeingRanks` where it is given one of `caches`, which it then has
+    for itself, and refuse what would be another text. There is no place where transformers asks a cache."""
+    generate = GenerationMixin.generate
+    signature = inspect.signature(generate)
 
-    @functools.wraps(prepare)
-    def prepared(model: Any, generation_config: Any, *given: Any, **named: Any) -> Any:
-        processors = prepare(model, generation_config, *given, **named)
-        of_the_model = (named.get("model_kwargs") or {}).values()
-        cache = next((value for value in of_the_model if isinstance(value, caches)), None)
-        if cache is None:
-            return processors
-        cache.owner.check()
-        cache.comm.owner.check()
-        if generation_config.use_cache is False:
-            raise ArgumentError("use_cache=False would cache every token anew: leave the cache out")
-        tokens, slots = named.get("input_ids_seq_length") or 0, cache.get_seq_length()
-        if 0 < tokens <= slots:
-            raise ArgumentError(
-                f"the cache has {slots} slots already and the text {tokens} tokens: pass one that begins "
-                "with those of the cache and goes on, or reset() it"
-            )
-        processors.append(Telling(cache))
-        if cache.comm.size > 1:
-            if generation_config.max_time is not None:
-                raise ArgumentError("max_time: ranks would stop at different tokens; pass max_new_tokens")
-            processors.append(AgreeingRanks(cache))
-        return processors
+    @functools.wraps(generate)
+    def agreeing(model: Any, *given: Any, **named: Any) -> Any:
+        name = next((name for name, value in named.items() if isinstance(value, caches)), None)
+        if name is None:
+            return generate(model, *given, **named)
+        cache = named["cache"] = named.pop(name)  # with its name of before transformers would warn
+        bound = signature.bind(model, *given, **named)
+        with cache.during():
+            cache.origin.begin(cache, model, _text(cache, model, bound.arguments))
+            others = bound.arguments.get("logits_processor") or ()
+            bound.arguments["logits_processor"] = LogitsProcessorList([*others, AgreeingRanks(cache)])
+            found = generate(*bound.args, **bound.kwargs)
+            if cache.comm.size > 1:
+                must_match(cache.comm, {"ids": digest(getattr(found, "sequences", found))})
+        return found
 
-    GenerationMixin._get_logits_processor = prepared
-    for name in ("_sample", "_beam_search", "_assisted_decoding"):
-        setattr(GenerationMixin, name, _agreeing(getattr(GenerationMixin, name), caches))
+    GenerationMixin.generate = agreeing
 
 
-def _agreeing(decode: Any, caches: type[Any]) -> Any:
-    """A decoding method that has its cache for itself, goes on with none of another text, and whose ranks go
-    on with what rank 0 drew. Beams and drafts have no place for that: ranks that drew otherwise raise at the
-    next token, or at the end."""
+def _text(cache: Any, model: Any, given: dict[str, Any]) -> Any:
+    """The ids that generate() is `given`, a row for each that it makes of them, or None where they are not
+    all there is to the text. Raises `ArgumentError` for what would be another text than without the cache."""
+    more = given["kwargs"]
+    config = given.get("generation_config") or model.generation_config
 
-    @functools.wraps(decode)
-    def decoded(
-        model: Any,
-        ids: Any,
-        logits_processor: Any,
-        stopping_criteria: Any,
-        generation_config: Any,
-        **more: Any,
-    ) -> Any:
-        with contextlib.ExitStack() as held:
-            for cache in (given for given in more.values() if isinstance(given, caches)):
-                held.enter_context(cache.during())
-                mask, others = more.get("attention_mask"), {**more, "attention_mask": None}
-                whole = not any(torch.is_tensor(one) and one.is_floating_point() for one in others.values())
-                cache.origin.begin(cache, model, ids, mask, whole)
-            agreeing = [one for one in logits_processor if isinstance(one, AgreeingRanks)]
-            draws = agreeing if generation_config.do_sample else []
-            if decode.__name__ == "_sample":
-                stopping_criteria = StoppingCriteriaList([*map(AgreeingDraws, draws), *stopping_criteria])
-                draws = []
-            found = decode(model, ids, logits_processor, stopping_criteria, generation_config, **more)
-            for ranks in draws:
-                ranks.compare(found if isinstance(found, torch.Tensor) else found.sequences)
-            return found
+    def asked(name: str) -> Any:
+        return more[name] if name in more else getattr(config, name, None)
 
-    return decoded
+    if asked("use_cache") is False:
+        raise ArgumentError("use_cache=False would cache every token anew: leave the cache out")
+    if asked("max_time") is not None and cache.comm.size > 1:
+        raise ArgumentError("max_time: ranks would stop at different tokens; pass max_new_tokens")
+    ids, slots = given.get("inputs", more.get("input_ids")), cache.get_seq_length()
+    if ids is None:
+        return None
+    if ids.shape[1] <= slots:
+        raise ArgumentError(
+            f"the cache has {slots} slots already and the text {ids.shape[1]} tokens: pass one that begins "
+            "with those of the cache and goes on, or reset() it"
+        )
+    if any(torch.is_tensor(one) and one.is_floating_point() for one in more.values()):
+        return None
+    return ids.repeat_interleave(max(asked("num_beams") or 1, asked("num_return_sequences") or 1), 0)
 
 
 def follow_rank_0(comm: Any, device: torch.device, given: Any = None) -> Any:

@@ -1,4 +1,5 @@
-"""The attention that transformers calls, registered as "treeattn" with its mask."""
+"""The attention that transformers calls, registered as "treeattn" with its mask: one operator, also of a
+compiled model."""
 
 from __future__ import annotations
 
@@ -8,12 +9,19 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from treeattn.errors import ArgumentError, StateError
-from treeattn.huggingface import latent
-from treeattn.huggingface.layers import updated
-from treeattn.huggingface.mask import mask
+from treeattn.huggingface import latent, plans
+from treeattn.huggingface.latent import Latents
+from treeattn.huggingface.layers import (
+    NOT_ATTENDED,
+    FullAttentionLayer,
+    SlidingWindowLayer,
+    of_handle,
+    updated,
+)
+from treeattn.huggingface.mask import Mask, mask
 from treeattn.huggingface.plans import Scoring
-from treeattn.huggingface.sealed import NOT_ATTENDED, plain
-from treeattn.huggingface.store import attend
+from treeattn.huggingface.tensor_parallel import all_heads
+from treeattn.huggingface.tensors import as_rows, as_tensor, finished
 
 #: What models pass along and attention has nothing to do with.
 _BESIDE_ATTENTION = {
@@ -28,7 +36,7 @@ def attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: Mask | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -44,48 +52,57 @@ def attention(
     """
     last = updated()
     given, last.layer = last.layer, None
-    layer, key, latents = getattr(key, "treeattn", None), plain(key), None
-    keys = getattr(attention_mask, "keys", None)
+    layer, waited, latents = getattr(key, "treeattn", None), None, None
     cache = getattr(layer or given, "cache", None)
-    waited = None
     if cache is not None:
         waited, cache.waiting = cache.waiting, None
-    if attention_mask is not None:
-        sliding_window = sliding_window or getattr(attention_mask, "window", None)
-        attention_mask = plain(attention_mask)
     _refuse(module, attention_mask, dropout, others)
+    begins, keys = None, key.shape[2]
+    if attention_mask is not None:
+        begins, keys = attention_mask.begins, attention_mask.keys
+        sliding_window = sliding_window or attention_mask.window
     if layer is None and hasattr(module, "expand_kv"):  # it caches latents, and made key and value of them
         layer = given if given and given.new == key.shape[2] else None
         latents = latent.of(module, layer, query, key, value) if layer else None
     if layer is None and given is not None:
         raise StateError(NOT_ATTENDED)
-    new, tokens, store = 0, query.shape[2], None
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     scoring = Scoring(float(scale), sliding_window or 0, float(softcap or 0.0))
-    if layer is None:
-        end = key.shape[2]
-    else:
+    own, new, end = None, 0, key.shape[2]
+    if isinstance(layer, SlidingWindowLayer):
         layer.check_window(sliding_window)
-        store, end = layer.store, layer.slots
-        new = layer.taken(module, layer is waited)
-        if layer.cache.dealt is not None:
-            return layer.cache.dealt.attend(layer, query, key, value, s_aux, scoring, new, latents), None
-    if store is None and keys not in (None, key.shape[2]) and not torch.compiler.is_compiling():
+        end = layer.slots
+    elif layer is not None:
+        own, end = layer, layer.slots
+        new = _is_new(layer, module, layer is waited)
+    if cache is not None and cache.dealt is not None:
+        return cache.dealt.attend(own, query, key, value, s_aux, scoring, new, latents), None
+    if own is None and keys != key.shape[2] and not torch.compiler.is_compiling():
         raise ArgumentError(
             f"the mask is of {keys} keys, and the cache hands over {key.shape[2]}: make the cache of the "
             "config of this model"
         )
-    tensors = query, key, value, attention_mask, s_aux
+    tensors, at = (query, key, value, begins, s_aux), end - query.shape[2]
     # As one operator where something wants to trace or to differentiate it; it has no gradient, and says so.
     if torch.compiler.is_compiling() or (query.requires_grad and torch.is_grad_enabled()):
-        handle = store.handle if store else 0
-        return torch.ops.treeattn.attend(*tensors, handle, end - tokens, new, *scoring), None
-    return attend(*tensors, store, end - tokens, new, scoring, latents), None
+        return torch.ops.treeattn.attend(*tensors, own.handle if own else 0, at, new, *scoring), None
+    return _attend(*tensors, own, at, new, scoring, latents), None
+
+
+def _is_new(layer: FullAttentionLayer, module: Any, waited: bool) -> int:
+    """Whether what the attention of `module` is given has still to be appended, since it `waited`; that of
+    another layer may share it, and comes later. Raises `ArgumentError` where one attends twice, maybe to
+    other values."""
+    if waited:
+        layer.module = module
+    elif layer.module is module:
+        raise ArgumentError(f"{type(module).__name__} attends twice in a layer: it is not served")
+    return int(waited)
 
 
 def _refuse(module: Any, attention_mask: Any, dropout: float, others: dict[str, Any]) -> None:
     """Raise `ArgumentError` for what would change the result."""
-    if attention_mask is not None and (attention_mask.ndim != 1 or attention_mask.dtype != torch.int64):
+    if not isinstance(attention_mask, Mask | None):
         raise ArgumentError(
             f"attention_mask has {attention_mask.ndim} dimensions when it reaches attention: masks of one's "
             "own are not served, pass [batch, tokens] with zeros for padding on the left"
@@ -105,6 +122,84 @@ def _refuse(module: Any, attention_mask: Any, dropout: float, others: dict[str, 
             raise ArgumentError(
                 f"{name}: treeattn does not know what attention makes of it; it is not served"
             )
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    begins: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    own: FullAttentionLayer | None,
+    at: int,
+    new: int,
+    scoring: Scoring,
+    latents: Latents | None = None,
+) -> torch.Tensor:
+    """out [batch, queries, heads, dim] of the queries at the slots from `at` on.
+
+    begins: of each sequence, counted from the first key, that of the text where `own` has the others.
+    own: the layer to which k and v are appended if `new`, or the latents that they are made of; None: key
+    and value are all there is, and end where the queries do.
+    """
+    q, k, v = as_rows(query), as_rows(key), as_rows(value)
+    first = None if begins is None else begins.cpu().numpy()
+    if first is not None and not first.any():
+        first = None
+    by_heads, added = False, ()
+    if own is not None:
+        own.cache.use()
+        by_heads = own.is_part(q.shape[2])
+        own.cache.check_step(own, key, first, at, bool(new) and not by_heads)
+        if new:
+            own.take(latents, at == 0)
+            added = (as_rows(latents.together()),) if latents else (k, v)
+            if by_heads:
+                added = tuple(all_heads(own.cache.comm, k, v))
+    whole = own is None or at == 0  # all of it is in k and v: no other rank need be asked
+    # The first latents are attended to as keys, except on a GPU, which has no kernel of such widths.
+    turned = latents if not whole or query.device.type == "cuda" else None
+    if turned:
+        q = as_rows(turned.turned(query))
+    if whole:
+        if own is not None and added:
+            own.append(*added)
+        if turned:
+            k, v = added[0], added[0][..., : turned.rank]
+        stands = range(k.shape[1] - q.shape[1], k.shape[1])
+        out, lse = plans.alone().attend(q, k, v, stands, scoring, begins=first)
+    else:
+        assert own is not None
+        if by_heads:
+            q = all_heads(own.cache.comm, q)[0]
+        out, lse = own.attend(q, added, at, first, scoring, by_heads)
+    if turned:
+        out = turned.values(as_tensor(out))
+    return finished(out, lse, sinks, query.dtype)
+
+
+@torch.library.custom_op("treeattn::attend", mutates_args=())
+def _operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    begins: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    layer: int,
+    at: int,
+    new: int,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> torch.Tensor:
+    scoring = Scoring(scale, window, softcap)
+    return _attend(query, key, value, begins, sinks, of_handle(layer), at, new, scoring)
+
+
+@_operator.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+    batch, heads, queries, _dim = query.shape
+    return query.new_empty((batch, queries, heads, value.shape[3]))
 
 
 def register() -> None:

@@ -23,13 +23,15 @@ from treeattn.attention.shape import check_number
 from treeattn.cache import ShardedCache
 from treeattn.cache.sharded import CacheLayer
 from treeattn.cache_nodes import CacheNodes, connect
+from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder import Reduction
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, StateError
 from treeattn.huggingface import plans, saved
-from treeattn.huggingface.agreeing_ranks import follow_rank_0
-from treeattn.huggingface.layers import FullAttentionLayer, SlidingWindowLayer, updated
+from treeattn.huggingface.agreeing_ranks import check_same_tokens, follow_rank_0
+from treeattn.huggingface.layers import NOT_ATTENDED, FullAttentionLayer, SlidingWindowLayer, updated
 from treeattn.huggingface.origin import Origin
 from treeattn.huggingface.remote import RemoteLayer
+from treeattn.huggingface.tensors import device_of
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement
 
@@ -125,11 +127,11 @@ class ShardedKV(Cache):
         self.model_type, self.config, self.origin = text.model_type, text, Origin()
         self.latent = bool(getattr(text, "kv_lora_rank", None))
         full = [n for n, layer in enumerate(layers) if isinstance(layer, FullAttentionLayer)]
-        self.first = full[0] if full else 0  # layer of full attention
+        self.first = layers[full[0]] if full else None  # layer of full attention
         wide = [[getattr(one, name, None) for name in ("head_dim", "num_key_value_heads")] for one in configs]
         for n in full:
-            layers[n].store.alike = sum(wide[n] == wide[other] for other in full)
-        _, self.owner, self.plans, self.plans_by_heads = plans.lend(self, self.comm, reduction, by_heads)
+            layers[n].alike = sum(wide[n] == wide[other] for other in full)
+        self.owner, self._reduction, self._by_heads = Owner("this cache"), reduction, by_heads
         self.waiting: FullAttentionLayer | None = None  # whose new tokens nothing attended to yet
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
         self._shards: dict[Any, Iterator[CacheLayer] | Iterator[RemoteLayer]] = {}
@@ -138,7 +140,7 @@ class ShardedKV(Cache):
         _warn_of_too_many_threads(self.comm)
 
     def __repr__(self) -> str:
-        shards = [layer.store.shard for layer in self.layers if isinstance(layer, FullAttentionLayer)]
+        shards = [layer.shard for layer in self.layers if isinstance(layer, FullAttentionLayer)]
         held = sum(array.nbytes for shard in shards for array in getattr(shard, "arrays", ()))
         where = (
             f"rank {self.comm.rank} of {self.comm.size}, {self.get_seq_length()} slots, {held:,} bytes here"
@@ -158,6 +160,35 @@ class ShardedKV(Cache):
             )
         self.origin.check()
         return self.layers[layer_idx].update(key_states, value_states)
+
+    @property
+    def plans(self) -> plans.Plans:
+        """How its layers are attended."""
+        return plans.of(self.comm, self._reduction)
+
+    @property
+    def plans_by_heads(self) -> plans.Plans:
+        """The same, where each rank goes on with its heads alone."""
+        return plans.of(self.comm, self._by_heads)
+
+    def check_attended(self) -> None:
+        """Raise `StateError` where a layer was given tokens and nothing attended to them."""
+        if self.waiting is not None:
+            raise StateError(NOT_ATTENDED)
+
+    def check_step(
+        self, layer: FullAttentionLayer, key: torch.Tensor, begins: Any, at: int, new: Any
+    ) -> None:
+        """Once for a step, of its first layer: raise `ArgumentError` unless rows begin where those of the
+        cache do and, where keys are `new`, all ranks were given the same, or agreed on the scores of the one
+        token. Collective."""
+        if layer is not self.first:
+            return
+        if new and self.comm.size > 1:
+            if not self.follows or key.shape[2] > 1:
+                check_same_tokens(self.comm, key, begins)
+            self.follows = False
+        self.origin.check_padding(begins, at, len(key))
 
     def use(self) -> None:
         """From here on it is this thread's, and over several ranks its communicator, too. Raises
@@ -192,8 +223,7 @@ class ShardedKV(Cache):
                 remote = self.nodes.cache(capacity=self.capacity, latent=latent, dtype=dtype, **shape)
                 self._shards[key] = iter([RemoteLayer(remote, number) for number in range(alike)])
             else:
-                place: Any = {"device": "cuda" if getattr(k, "is_cuda", False) else "cpu"}
-                place |= {"latent": latent, "dtype": dtype}
+                place: Any = {"device": device_of(k), "latent": latent, "dtype": dtype}
                 first = ShardedCache(self.comm, capacity=self.capacity, **shape, **place)
                 for one in first.layers:
                     one.owner = self.owner
@@ -219,15 +249,16 @@ class ShardedKV(Cache):
         """
         saved.save(self, directory, unchecked)
 
-    def load(self, directory: str | Path, *, unchecked: bool = False) -> None:
+    def load(self, directory: str | Path, *, unchecked: bool = False, device: Any = "cpu") -> None:
         """What `save` wrote for this model, on any number of ranks or cache nodes; ``generate()`` of ids that
         begin with those tokens goes on from there. Collective.
 
         The configuration is compared here, ids, padding and weights by the first `generate()`, which raises
         `ArgumentError` for others; nothing else goes on before. unchecked: nothing of that is compared.
+        device: where the model computes, as a word or as torch's object.
         Raises `ArgumentError` for another model, a cache that is not empty, and as `ShardedCache.load`.
         """
-        saved.load(self, directory, unchecked)
+        saved.load(self, directory, unchecked, device)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse copies and pickles, which would hold one rank's part alone."""
@@ -256,17 +287,12 @@ class ShardedKV(Cache):
         super().reorder_cache(beam_idx)
         self.origin.select(beam_idx)
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Row i goes on with what row indices[i] was."""
-        self.owner.check()
-        super().batch_select_indices(indices)
-        self.origin.select(indices)
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, one after the other."""
-        self.owner.check()
-        super().batch_repeat_interleave(repeats)
-        self.origin.repeat(repeats)
+        rows = next(len(layer.shard.totals) for layer in self.layers if getattr(layer, "shard", None))
+        self.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
 
     def update_conv_state(self, *given: Any, **named: Any) -> Any:
         """Update the convolution's state of a recurrent layer, whole on every rank."""
@@ -281,7 +307,7 @@ class ShardedKV(Cache):
 
 def _refuse_another_way(config: Any) -> None:
     """Raise `ArgumentError` for a model of transformers that attends by itself, whatever name it was given:
-    its file does not know the interface. Interfaces of others are recognised by `sealed` keys."""
+    its file does not know the interface. Models of others are recognised by keys that wait."""
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if hasattr(model, "_setup_cache"):  # and does not begin it anew with a cache that it is given
         raise ArgumentError(f"{model.__name__} keeps a state of its own beside the cache: it is not served")

@@ -62,15 +62,15 @@ def of(
     Raises `ArgumentError` where the layer holds keys and values that would be others now: transformers makes
     them of all latents in each step, by the adapters of that step.
     """
-    store, made_by = layer.store, type(getattr(module, "kv_b_proj", None))
+    made_by = type(getattr(module, "kv_b_proj", None))
     if torch.compiler.is_compiling() or not layer.given:
         return None
     plain = made_by is torch.nn.Linear and module.kv_b_proj.bias is None
-    if plain and not store.is_sharded(query.shape[1]):
+    if plain and not layer.is_part(query.shape[1]):
         latents = Latents(module, *layer.given)
-        if store.rank if store.slots else latents.are(key, value):
+        if layer.rank if layer.held else latents.are(key, value):
             return latents
-    if not (store.rank and store.slots):
+    if not (layer.rank and layer.held):
         _check_as_before(module, layer, key, value)
     return None
 
@@ -79,11 +79,11 @@ def of(
 def _check_as_before(module: Any, layer: Any, key: torch.Tensor, value: torch.Tensor) -> None:
     """Raise `ArgumentError` unless `module` makes the same of the first token as it did, and of the last one
     without those between. Of one sequence: the rows of a batch are reordered."""
-    store, given, made = layer.store, layer.given, (key, value)
-    if store.slots == 0 or store.first is None:
-        store.first = [one[:1, :, :1].clone() for one in (*given, *made)]
+    given, made = layer.given, (key, value)
+    if layer.held == 0 or layer.first is None:
+        layer.first = [one[:1, :, :1].clone() for one in (*given, *made)]
     last = [one[:1, :, -1:] for one in (*given, *made)]
-    both = [torch.cat(pair, 2) for pair in zip(store.first, last, strict=True)]
+    both = [torch.cat(pair, 2) for pair in zip(layer.first, last, strict=True)]
     near = torch.finfo(key.dtype).eps ** 0.75
     for again, wanted in zip(module.expand_kv(*both[:2]), both[2:], strict=True):
         if (again - wanted).abs().max() > near * wanted.abs().max():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -10,11 +12,19 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from treeattn.errors import ArgumentError, StateError
-from treeattn.huggingface.sealed import NOT_ATTENDED, sealed
-from treeattn.huggingface.store import Store
+from treeattn.huggingface import tensor_parallel
+from treeattn.huggingface.plans import Scoring
+from treeattn.huggingface.remote import RemoteLayer
 
 if TYPE_CHECKING:
+    from treeattn.cache.sharded import CacheLayer
     from treeattn.huggingface.cache import ShardedKV
+    from treeattn.huggingface.latent import Latents
+
+NOT_ATTENDED = (
+    "keys and values were cached, and 'treeattn' did not attend to them: the model does not go through "
+    "transformers' attention interface, has another attn_implementation, or changed the keys on the way"
+)
 
 
 class _Updated:
@@ -36,6 +46,14 @@ def updated() -> _Updated:
     return _traced if torch.compiler.is_compiling() else _eager
 
 
+def carrying(layer: Any, keys: torch.Tensor) -> torch.Tensor:
+    """Keys are all that transformers hands from a cache to an attention function, also to layers that share
+    them: `layer` is attached."""
+    keys = keys.view(keys.shape)
+    keys.treeattn = layer  # type: ignore[attr-defined]
+    return keys
+
+
 class FullAttentionLayer(CacheLayerMixin):
     """Full attention: each token lies on one rank. Attention appends what `update` is given."""
 
@@ -43,54 +61,44 @@ class FullAttentionLayer(CacheLayerMixin):
 
     def __init__(self, cache: ShardedKV, heads: int | None) -> None:
         super().__init__()
-        self.cache, self.store, self.slots, self.new = cache, Store(cache, heads), 0, 0
-        self.module, self.given = cast("Any", None), cast("tuple[torch.Tensor, ...]", ())
+        self.cache, self.heads = cache, heads
+        self.shard = cast("CacheLayer | RemoteLayer | None", None)
+        self._kind = cast("tuple[Any, ...]", ())
+        self.slots = self.held = self.new = 0  # told of, and appended; told of last
+        self.module = cast("Any", None)  # whose new tokens were appended last
+        self.given = cast("tuple[torch.Tensor, ...]", ())  # latents that `update` was given last
+        self.alike = 1  # layers of the cache whose keys have such heads
+        self.rank = 0  # of the latents that lie here in place of keys and values
+        self.first = cast("list[torch.Tensor] | None", None)  # token's latents, and what was made of them
+        self.handle = next(_handles)
+        _of_handle[self.handle] = self
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing is held here: the store makes its arrays with the first tokens."""
+        """Nothing is held here: arrays are made with the first tokens."""
         self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
-        """The new keys, with this layer attached, and values. Attention then takes and appends them."""
+        """The new keys, with this layer attached, and values. Attention then takes and appends them. Latents,
+        of which the model makes keys first, cannot say whose they are."""
         cache = self.cache
-        if cache.waiting is not None:
-            raise StateError(NOT_ATTENDED)
-        new = key_states.shape[2]
+        cache.check_attended()
+        self.new = key_states.shape[2]
+        tokens = self.new if cache.dealt is None else cache.dealt.tokens
         if not torch.compiler.is_compiling():
-            self._check_whole(new if cache.dealt is None else cache.dealt.tokens)
+            self.check_whole(tokens)
+            if cache.latent:
+                self.given = key_states, value_states
         cache.waiting = updated().layer = self
         self.is_initialized = True
-        self.new = new
-        if cache.latent and not torch.compiler.is_compiling():
-            self.given = key_states, value_states
-        self.slots += self.new if cache.dealt is None else cache.dealt.tokens
-        return self._on_the_way(key_states), value_states
+        self.slots += tokens
+        return key_states if cache.latent else carrying(self, key_states), value_states
 
-    def _check_whole(self, new: int) -> None:
+    def check_whole(self, new: int = 0) -> None:
         """Raise `StateError` where an earlier call ended between two layers, or between `update` and
         attention."""
-        first = self.cache.layers[self.cache.first]
-        if self.slots != self.store.slots or (self is not first and self.slots + new != first.slots):
+        first = self.cache.first
+        if self.slots != self.held or (self is not first and self.slots + new != first.slots):
             raise StateError("the cache was left half filled by a call that failed: cache.reset() empties it")
-
-    def _on_the_way(self, keys: torch.Tensor) -> torch.Tensor:
-        """Keys are all that transformers hands from a cache to an attention function, also to layers that
-        share them: this layer is attached. Latents, of which the model makes keys first, stay open."""
-        return keys if self.cache.latent else sealed(keys, treeattn=self)
-
-    def taken(self, module: Any, waited: bool) -> int:
-        """Whether what the attention of `module` is given has still to be appended, since it `waited`; that
-        of another layer may share it, and comes later. Raises `ArgumentError` where one attends twice, maybe
-        to other values."""
-        if waited:
-            self.module = module
-            return 1
-        if self.module is module:
-            raise ArgumentError(f"{type(module).__name__} attends twice in a layer: it is not served")
-        return 0
-
-    def check_window(self, window: int | None) -> None:
-        """All tokens are there for any window."""
 
     def get_seq_length(self) -> int:
         """Slots of the whole sequence, on whichever ranks."""
@@ -112,27 +120,87 @@ class FullAttentionLayer(CacheLayerMixin):
         """Forget so many of the last slots, given as a negative number."""
         if tokens_to_remove > 0:
             raise ArgumentError(f"crop({tokens_to_remove}): a negative number of tokens to remove is needed")
-        self.slots = max(0, self.slots + tokens_to_remove)
-        self.store.crop(self.slots)
+        self.slots = self.held = max(0, self.slots + tokens_to_remove)
+        if self.shard is not None:
+            self.shard.rollback(np.full_like(self.shard.totals, self.slots))
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i goes on with what row beam_idx[i] was."""
-        self.store.select(beam_idx.cpu().numpy())
+        if self.shard is not None:
+            self.shard.select(beam_idx.cpu().numpy())
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Row i goes on with what row indices[i] was."""
-        self.reorder_cache(indices)
+    def append(self, k: Any, v: Any = None, tokens: int | None = None) -> None:
+        """Add the next tokens, [batch, tokens, kv_heads, dim], of which this rank keeps its own; of latents
+        no v. tokens: how many, where k and v are this rank's of them."""
+        v_dim = self.rank if v is None else v.shape[3]
+        kind, shard = (k.shape[2:], v_dim, v is None, k.dtype), self.shard
+        if shard is None or ((kind != self._kind or len(shard.totals) != len(k)) and not shard.totals.any()):
+            self.shard, self._kind = self.cache.new_shard(k, v_dim, v is None, self.alike), kind
+        made = cast("CacheLayer", self.shard)
+        if tokens is None:
+            made.append(k, v)
+        else:
+            made.append_own(k, v, [tokens] * len(k))
+        self.held += k.shape[1] if tokens is None else tokens
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row `repeats` times, one after the other."""
-        if self.store.shard is not None:
-            self.store.select(np.repeat(np.arange(len(self.store.shard.totals)), repeats))
+    def hold(self, shard: CacheLayer | RemoteLayer, slots: int, rank: int) -> None:
+        """Go on with what was saved."""
+        self.is_initialized, self.shard = True, shard
+        self.slots = self.held = slots
+        self.rank = rank
+
+    def attend(
+        self, q: Any, new: tuple[Any, ...], at: int, begins: Any, scoring: Scoring, by_heads: bool
+    ) -> tuple[Any, Any]:
+        """Attention to all tokens of all ranks, of which those of k and v in `new` are still to be appended.
+        by_heads: the result is this rank's heads alone. Collective."""
+        if isinstance(self.shard, RemoteLayer):
+            both = self.shard.attend(q, new, begins, scoring)
+            self.held += new[0].shape[1] if new else 0
+            return both
+        if new:
+            self.append(*new)
+        stands, shard, cache = range(at, at + q.shape[1]), cast("CacheLayer", self.shard), self.cache
+        v = shard.k[..., : self.rank] if self.rank else shard.v
+        given = q, shard.k, v, stands, scoring, shard.lengths, begins
+        if not by_heads:
+            return cache.plans.attend(*given)
+        out, lse = cache.plans_by_heads.attend(*given)
+        own = q.shape[2] // cache.comm.size
+        return tuple(
+            tensor_parallel.own_heads(cache.comm, one, axis, own) for one, axis in ((out, 2), (lse, 1))
+        )
+
+    def take(self, latents: Latents | None, first: bool) -> None:
+        """Whether latents lie here is what the first chunk of a sequence says. Raises `StateError` for
+        others later, as a compiled model has them, or one that was adapted."""
+        rank = latents.rank if latents else 0
+        if first:
+            self.rank = rank
+        if rank != self.rank:
+            raise StateError(
+                "the cache holds latents, which a compiled model cannot go on with, nor one whose kv_b_proj "
+                "was adapted or quantized meanwhile: cache.reset() empties it"
+                if self.rank
+                else "the cache holds keys and values of a compiled model: cache.reset() empties it"
+            )
+
+    def is_part(self, heads: int) -> bool:
+        """Whether so many query heads are this rank's part of all."""
+        return tensor_parallel.is_sharded(heads, self.heads, self.cache.comm.size)
+
+
+_handles = itertools.count(1)
+_of_handle: weakref.WeakValueDictionary[int, FullAttentionLayer] = weakref.WeakValueDictionary()
+
+
+def of_handle(handle: int) -> FullAttentionLayer | None:
+    """The layer that a compiled model names so; 0 for none."""
+    return _of_handle[handle] if handle else None
 
 
 class SlidingWindowLayer(DynamicSlidingWindowLayer):
     """A sliding window: transformers' own layer, whole on every rank."""
-
-    store = None
 
     def __init__(self, cache: ShardedKV, heads: int | None, sliding_window: int) -> None:
         super().__init__(sliding_window)
@@ -148,15 +216,11 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         dealt = self.cache.dealt
         if dealt is None:
             keys, values = super().update(key_states, value_states)
-            return sealed(keys, treeattn=self), values
+            return carrying(self, keys), values
         kept = dealt.tokens if self.record_past else min(dealt.tokens, self.sliding_window)
         super().update(dealt.last(key_states, kept), dealt.last(value_states, kept))
         self.cumulative_length = dealt.tokens
-        return sealed(key_states, treeattn=self), value_states
-
-    def taken(self, _module: Any, _waited: bool) -> int:
-        """Nothing is to be appended."""
-        return 0
+        return carrying(self, key_states), value_states
 
     def check_window(self, window: int | None) -> None:
         """Raise `ArgumentError` where attention has another one and tokens are gone: the cache was made for

@@ -11,11 +11,28 @@ from typing import Any
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from treeattn.errors import ArgumentError
-from treeattn.huggingface.sealed import sealed
+from treeattn.errors import ArgumentError, StateError
 
 #: Slots that are looked at at once.
 _BLOCK = 256
+
+
+class Mask:
+    """What `mask` made. begins int64 [batch]: the first of the keys of each sequence that is no padding;
+    window: the slots that a query sees, None for all; keys: how many of them the cache hands over."""
+
+    ndim = 1  # at which transformers looks where a mask is given to a mask function
+
+    def __init__(self, begins: torch.Tensor, window: int | None, keys: int) -> None:
+        self.begins, self.window, self.keys = begins, window, keys
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        """Raise `StateError`: torch calls it where something else computes with it."""
+        raise StateError(
+            "something else than 'treeattn' computed with its mask: the model does not go through "
+            "transformers' attention interface"
+        )
 
 
 def mask(
@@ -30,17 +47,18 @@ def mask(
     allow_is_causal_skip: bool = False,
     config: Any = None,
     use_vmap: bool = False,
+    device: Any = "cpu",
     **_: Any,
-) -> torch.Tensor | None:
-    """The first of the keys of each sequence that is no padding, int64 [batch], as `attention` takes it. Keys
-    are counted from the first that the cache hands over, which of a window is not the first of the text: here
-    alone both are known. Their number comes along, and the window, since some models tell it the mask alone;
-    None in a compiled model where no row is padded and no query has a window.
+) -> Mask | None:
+    """What `attention` takes for a mask. Keys are counted from the first that the cache hands over, which of
+    a window is not the first of the text: here alone both are known. The window comes along, since some
+    models tell it the mask alone; None in a compiled model where no row is padded and no query has a window.
 
     Raises `ArgumentError` for a pattern that is neither causal nor a causal window, for padding on the right,
     and for a cache with room that is not filled.
     """
-    if isinstance(q_offset, torch.Tensor) or kv_offset + kv_length != q_offset + q_length:
+    again = isinstance(attention_mask, Mask)
+    if again or isinstance(q_offset, torch.Tensor) or kv_offset + kv_length != q_offset + q_length:
         raise ArgumentError(
             "the cache has room that is not filled yet (a static cache): pass a "
             "treeattn.huggingface.ShardedKV instead"
@@ -54,7 +72,8 @@ def mask(
             raise ArgumentError("a mask of the model's own cannot be looked at in a compiled model")
         if not torch.compiler.is_compiling():
             first = q_length - 1 if plain else 0
-            _check(batch_size, first, q_length, q_offset, mask_function, local_size, use_vmap)
+            how = {"mask_function": mask_function, "use_vmap": use_vmap, "device": device}
+            _check(batch_size, first, q_length, q_offset, local_size, how)
     if attention_mask is None:
         if torch.compiler.is_compiling() and not local_size:
             return None
@@ -63,13 +82,13 @@ def mask(
         begins = torch.ops.treeattn.begins(attention_mask, q_offset + q_length)
     else:
         begins = begins_of(attention_mask, q_offset + q_length)
-    return sealed((begins - kv_offset).clamp(min=0), window=local_size, keys=kv_length)
+    return Mask((begins - kv_offset).clamp(min=0), local_size, kv_length)
 
 
 def begins_of(attention_mask: torch.Tensor, end: int) -> torch.Tensor:
-    """The first slot of each row that is no padding, `end` of a row that is nothing else so far. Raises
-    `ArgumentError` for padding elsewhere."""
-    seen = attention_mask[:, :end].bool()
+    """The first slot of each row that is no padding, `end` of a row that is nothing else so far, on the host:
+    a GPU is waited for once, not in each layer. Raises `ArgumentError` for padding elsewhere."""
+    seen = attention_mask[:, :end].bool().cpu()
     if attention_mask.ndim != 2 or seen.shape[1] != end:
         raise ArgumentError(
             f"attention_mask has shape {list(attention_mask.shape)}: [batch, {end}], all slots so far, is "
@@ -91,7 +110,7 @@ def begins_of(attention_mask: torch.Tensor, end: int) -> torch.Tensor:
 
 @torch.library.custom_op("treeattn::begins", mutates_args=())
 def _begins(attention_mask: torch.Tensor, end: int) -> torch.Tensor:
-    return begins_of(attention_mask, end)
+    return begins_of(attention_mask, end).to(attention_mask.device)
 
 
 @_begins.register_fake
@@ -100,9 +119,10 @@ def _(attention_mask: torch.Tensor, end: int) -> torch.Tensor:
 
 
 def _check(
-    batch: int, first: int, queries: int, offset: int, function: Any, window: int | None, use_vmap: bool
+    batch: int, first: int, queries: int, offset: int, window: int | None, how: dict[str, Any]
 ) -> None:
-    """Raise `ArgumentError` unless the rule is causal, or a causal window, from query `first` on."""
+    """Raise `ArgumentError` unless the rule that `how` says is causal, or a causal window, from query `first`
+    on."""
     for begin in range(first, queries, _BLOCK):
         count = min(_BLOCK, queries - begin)
         end = offset + begin + count
@@ -112,12 +132,11 @@ def _check(
             kv_length=offset + queries,
             q_offset=offset + begin,
             kv_offset=0,
-            mask_function=function,
             allow_is_causal_skip=False,
-            use_vmap=use_vmap,
+            **how,
         )
-        q = torch.arange(end - count, end)[:, None]
-        kv = torch.arange(offset + queries)[None]
+        q = torch.arange(end - count, end, device=got.device)[:, None]
+        kv = torch.arange(offset + queries, device=got.device)[None]
         wanted = (kv <= q) & (True if window is None else kv > q - window)
         if not bool((got == wanted).all()):
             raise ArgumentError(

@@ -8,9 +8,9 @@ import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers.generation import LogitsProcessor
 
 from treeattn.errors import ArgumentError, StateError
 from treeattn.mpi.agreement import Agreement
@@ -36,62 +36,69 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 class Origin:
     """What the tokens of a `ShardedKV` were made of: ids and weights, as `prefill` and `generate()` tell
-    them; others are not known. Of a cache that was loaded, what was `saved`, until the first `generate()` has
-    shown the same.
+    them, and where its rows begin. Of a cache that was loaded, what was `saved`, until the first `generate()`
+    has shown the same.
     """
 
     def __init__(self) -> None:
         self.saved: dict[str, list[str]] | None = None
+        self.begins: Any = None  # int64 [rows], as attention was told of padding; None before
         self._weights: str | None = None
-        self._told = False  # whether all that comes is
-        self._ids, self._begins = torch.empty(0, 0), torch.zeros(0)
-        self._rows = torch.zeros(0, dtype=torch.int64)  # of the ids: which ones the rows of the cache are
+        self._ids: torch.Tensor | None = torch.empty(0, 0, dtype=torch.int64)  # None: there is more to it
 
-    def begin(self, cache: ShardedKV, model: Any, ids: torch.Tensor, mask: Any, whole: bool = True) -> None:
-        """Check before `model` goes on with `ids`, whose first are those of the cache; `whole` unless there
-        is more to the text than they say. Collective.
+    def begin(self, cache: ShardedKV, model: Any, ids: torch.Tensor | None) -> None:
+        """Check before `model` goes on with `ids` [rows, tokens], which begin with those of the cache; None
+        where they do not say it all. Collective.
 
-        ids, mask [batch, tokens]. Raises `ArgumentError`, the same on every rank, where the cache holds
-        tokens of other ids, or was saved by another model.
+        Raises `ArgumentError`, the same on every rank, where the cache holds tokens of other ids, or was
+        saved by another model.
         """
-        slots, before = cache.get_seq_length(), self.text(cache.get_seq_length())
-        whole = whole and (mask is None or mask.shape == ids.shape) and ids.shape[1] >= slots
-        weights = weights_digest(model)
-        begins = torch.zeros(len(ids)) if mask is None or not whole else (mask == 0).sum(1).cpu()
-        text = _masked(ids[:, :slots], begins) if whole else None
+        slots = cache.get_seq_length()
+        before, weights = self.text(slots), weights_digest(model)
+        text = None if ids is None else self._masked(ids[:, :slots])
         with Agreement(cache.comm):
             if self.saved is not None:
-                _compare(self.described(cache), cache.comm, text, weights)
+                _compare(self.saved, cache.comm, text, weights)
                 before, self._weights = text, weights
             elif slots and text is not None and before is not None:
                 _check_same_text(before, text)
         self.saved = None
-        if slots and weights != self._weights:
-            weights = None
-        self._weights = weights
-        self._told = whole and before is not None
-        self._begins = begins
-        self._hold(ids[:, :slots])
+        self._weights = weights if slots == 0 or weights == self._weights else None
+        self._ids = None if ids is None or before is None else ids[:, :slots]
 
     def tell(self, ids: torch.Tensor, slots: int) -> None:
         """All ids so far, of which the cache has all."""
-        if self._told and ids.shape[1] == slots:
-            self._hold(ids)
+        if self._ids is not None and ids.shape[1] == slots:
+            self._ids = ids
 
-    def _hold(self, ids: torch.Tensor) -> None:
-        self._ids, self._rows = ids, torch.arange(len(ids))
+    def check_padding(self, begins: Any, at: int, rows: int) -> None:
+        """Raise `ArgumentError` where a row that has begun before slot `at` would begin elsewhere now.
+        begins: int64 [rows], or None where all begin at once."""
+        begins = np.zeros(rows, np.int64) if begins is None else begins
+        if self.begins is not None and at and (begins != self.begins)[self.begins < at].any():
+            raise ArgumentError(
+                f"rows of the cache begin at slots {self.begins.tolist()}, those of this call at "
+                f"{begins.tolist()}: pass the attention_mask of the whole text"
+            )
+        self.begins = begins
 
     def text(self, slots: int) -> torch.Tensor | None:
-        """int64 [batch, slots] with -1 for padding, or None where it is not known."""
-        if self._ids.shape[1] < slots or self.saved is not None:
+        """int64 [rows, slots] with -1 for padding, or None where it is not known."""
+        if self._ids is None or self._ids.shape[1] < slots or self.saved is not None:
             return None
-        return _masked(self._ids[:, :slots], self._begins)[self._rows]
+        return self._masked(self._ids[:, :slots])
 
-    def described(self, cache: ShardedKV) -> dict[str, list[str]]:
-        """SHA-256 of each row of the text, and of the weights of each rank, or of all where they are equal.
-        Raises `ArgumentError` where they are not known."""
+    def _masked(self, ids: torch.Tensor) -> torch.Tensor:
+        ids = ids.cpu().long()
+        if self.begins is None or len(self.begins) != len(ids):
+            return ids
+        return torch.where(torch.arange(ids.shape[1]) < torch.from_numpy(self.begins)[:, None], -1, ids)
+
+    def described(self, cache: ShardedKV) -> dict[str, list[Any]]:
+        """SHA-256 of each row of the text, where it begins, and SHA-256 of the weights of this rank. Raises
+        `ArgumentError` where they are not known."""
         if self.saved is not None:
-            return self.saved | {"ids": [self.saved["ids"][row] for row in self._rows.tolist()]}
+            return self.saved | {"begins": self.begins.tolist()}
         text = self.text(cache.get_seq_length())
         if text is None or self._weights is None:
             what = "ids" if text is None else "weights"
@@ -99,26 +106,26 @@ class Origin:
                 f"the {what} that the cache was made by are not known: give ids to prefill() or generate(), "
                 "by one model; save(.., unchecked=True) goes without, as load then must"
             )
-        return {"ids": _text_digests(text), "weights": [self._weights]}
+        return {"ids": _text_digests(text), "begins": self.begins.tolist(), "weights": [self._weights]}
 
     def hold(self, described: dict[str, Any]) -> None:
         """What a loaded cache says of itself."""
         self.saved = {name: list(map(str, described[name])) for name in ("ids", "weights")}
-        self._rows = torch.arange(len(self.saved["ids"]))
+        self.begins = np.array(described["begins"], np.int64)
 
     def crop(self, slots: int) -> None:
         """Forget the slots from there on."""
-        self.check()
-        self._ids = self._ids[:, :slots]
+        if self._ids is not None:
+            self._ids = self._ids[:, :slots]
 
     def select(self, rows: torch.Tensor) -> None:
         """Row i is what row rows[i] was."""
-        if len(self._rows):
-            self._rows = self._rows[rows.cpu()]
-
-    def repeat(self, repeats: int) -> None:
-        """Each row so often, one after the other."""
-        self._rows = self._rows.repeat_interleave(repeats)
+        if self._ids is not None and len(self._ids):
+            self._ids = self._ids[rows.to(self._ids.device)]
+        if self.begins is not None:
+            self.begins = self.begins[rows.cpu().numpy()]
+        if self.saved is not None:
+            self.saved["ids"] = [self.saved["ids"][row] for row in rows.tolist()]
 
     def check(self) -> None:
         """Raise `StateError` where what was loaded has not been compared yet."""
@@ -127,23 +134,6 @@ class Origin:
                 "the cache was loaded, and its text and weights were not compared yet: generate() does so "
                 "first; load(.., unchecked=True) goes without"
             )
-
-
-class Telling(LogitsProcessor):
-    """Tells the cache of a generate() the ids that it holds, and leaves the scores as they are."""
-
-    def __init__(self, cache: ShardedKV) -> None:
-        self._cache = cache
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """Note the ids; the scores are returned as they are."""
-        self._cache.origin.tell(input_ids, self._cache.get_seq_length())
-        return scores
-
-
-def _masked(ids: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
-    places = torch.arange(ids.shape[1])
-    return torch.where(places < begins[:, None], -1, ids.cpu().long())
 
 
 def _check_same_text(before: torch.Tensor, text: torch.Tensor) -> None:
@@ -195,7 +185,7 @@ def weights_digest(model: Any) -> str | None:
     digest, drawn = hashlib.sha256(), []
     for name, given in sorted(model.state_dict(keep_vars=True).items()):
         for held in _held(given):
-            if isinstance(held, torch.Tensor) and not held.is_meta:
+            if isinstance(held, torch.Tensor) and not held.is_meta and not held.is_quantized:
                 digest.update(f"{name} {held.dtype} {list(held.shape)};".encode())
                 drawn.append(_elements(held.detach()))
             elif isinstance(held, str | bytes | int | float | torch.dtype | None):
@@ -227,8 +217,6 @@ def _held(given: Any) -> Iterator[Any]:
 
 def _elements(held: torch.Tensor) -> torch.Tensor:
     """uint8: the bytes of some of its elements."""
-    if held.is_quantized:
-        return held.reshape(-1)[_places(held.numel(), "cpu")].dequantize().view(torch.uint8)
     words = torch.view_as_real(held) if held.is_complex() else held
     words = words.view(_WORDS[words.element_size()]).reshape(-1)
     return words[_places(len(words), str(words.device))].view(torch.uint8)

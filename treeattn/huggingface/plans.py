@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import itertools
 import threading
-import weakref
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +14,7 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.shard import CacheFormat
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder import Decoder, Reduction
+from treeattn.huggingface.tensors import as_tensor, device_of
 from treeattn.mpi import communicators
 
 #: Queries of a plan at most: records are held for all of them.
@@ -42,14 +40,15 @@ class Scoring(NamedTuple):
 
 
 class Plans:
-    """Attention over the ranks of `comm`, whose tokens lie interleaved. Results lie in its decoders: it is
-    one thread's, and one cache's, at a time.
+    """Attention over the ranks of `comm`, whose tokens lie interleaved, for all caches over them. Results lie
+    in its decoders until the next call: it is one thread's at a time.
 
     A kind of step that is new is collective. Plans of one query stay; of several, those that were used last.
     """
 
-    def __init__(self, comm: Any, reduction: Reduction, owner: Owner) -> None:
-        self.comm, self._reduction, self._owner = comm, reduction, owner
+    def __init__(self, comm: Any, reduction: Reduction) -> None:
+        self.comm, self._reduction = comm, reduction
+        self._owner = comm.owner if comm.size > 1 else Owner("this thread's attention")
         self._decoders: dict[Any, dict[int, Decoder]] = {}  # of a kind by queries, the last used last
 
     def attend(
@@ -69,38 +68,22 @@ class Plans:
         where there is one query; k, v: this rank's tokens, `lengths` [batch] of them, or all. Seen is what is
         not before `begins` [batch] and not after the query.
         """
-        causal = len(stands) > 1
-        if len(stands) <= MOST_QUERIES:
-            return self._attend(q, k, v, stands, scoring, lengths, begins, causal)
-        parts = []
-        for first in range(0, len(stands), MOST_QUERIES):
-            part = slice(first, first + MOST_QUERIES)
-            both = self._attend(q[:, part], k, v, stands[part], scoring, lengths, begins, causal)
-            parts.append([_kept(one) for one in both])
-        outs, lses = zip(*parts, strict=True)
-        return _joined(outs, 1), _joined(lses, 2)
-
-    def _attend(
-        self,
-        q: Any,
-        k: Any,
-        v: Any,
-        stands: range,
-        scoring: Scoring,
-        lengths: Any,
-        begins: Any,
-        causal: bool,
-    ) -> tuple[Any, Any]:
-        """Attention of no more queries than a plan may have."""
         if len(stands) == 1 and stands[0] < scoring.window:
             scoring = scoring._replace(window=0)
-        causal = causal or scoring.window > 0
-        decoder = self._decoder(q, k, v, scoring, causal)
-        if not causal and begins is None and lengths is not None:
-            end = int(lengths[0])  # as a slice it is one call of compiled code
-            return decoder(q, k[:, :end], v[:, :end])
-        seen: dict[str, Any] = {"q_positions": np.array(stands)} if causal else {}
-        return decoder(q, k, v, lengths, begins=begins, **seen)
+        causal, parts = len(stands) > 1 or scoring.window > 0, []
+        for first in range(0, len(stands), MOST_QUERIES):
+            part = slice(first, first + MOST_QUERIES)
+            decoder = self._decoder(q[:, part], k, v, scoring, causal)
+            if not causal and begins is None and lengths is not None:
+                end = int(lengths[0])  # as a slice it is one call of compiled code
+                return decoder(q, k[:, :end], v[:, :end])
+            seen: dict[str, Any] = {"q_positions": np.array(stands[part])} if causal else {}
+            both = decoder(q[:, part], k, v, lengths, begins=begins, **seen)
+            if len(stands) <= MOST_QUERIES:
+                return both
+            parts.append([as_tensor(one).clone() for one in both])  # a decoder writes it again
+        outs, lses = zip(*parts, strict=True)
+        return torch.cat(outs, 1), torch.cat(lses, 2)
 
     def _decoder(self, q: Any, k: Any, v: Any, scoring: Scoring, causal: bool) -> Decoder:
         batch, queries, heads, head_dim = q.shape
@@ -123,67 +106,12 @@ class Plans:
                 scheme=self._reduction,
                 scale=scoring.scale,
                 rules=scoring.rules(causal),
-                device="cuda" if getattr(q, "is_cuda", False) else "cpu",
+                device=device_of(q),
                 cache=CacheFormat(positions="interleaved", v_dim=v_dim),
             )
             decoder.owner = self._owner
         planned[queries] = decoder
         return decoder
-
-
-def _kept(array: Any) -> Any:
-    """A copy: frameworks hold what they are given, a decoder writes it again."""
-    return array.copy() if isinstance(array, np.ndarray) else array.clone()
-
-
-def _joined(parts: Any, axis: int) -> Any:
-    if isinstance(parts[0], np.ndarray):
-        return np.concatenate(parts, axis)
-    return torch.cat(parts, axis)
-
-
-class Lent(NamedTuple):
-    """The plans of one cache. number: among those over the communicator, alike on all ranks."""
-
-    number: int
-    owner: Owner
-    plans: Plans
-    by_heads: Plans
-
-
-class _Pool:
-    """The plans over a communicator that no cache has. One that is gone cannot close its own, since closing
-    is collective: the next goes on with them."""
-
-    def __init__(self) -> None:
-        self.free: list[Lent] = []  # a list's pop and append are whole, whatever thread or collection calls
-        self.numbers = itertools.count()
-
-    def back(self, lent: Lent) -> None:
-        lent.owner.let_go()
-        self.free.append(lent)
-
-
-def lend(cache: Any, comm: Any, reduction: Reduction, by_heads: Reduction) -> Lent:
-    """Plans that no living cache has on any rank, else new ones, for as long as `cache` lives. Collective."""
-    pool: _Pool = comm.kept.setdefault((reduction, by_heads), _Pool())
-    free = {}
-    with contextlib.suppress(IndexError):  # until there is none, whoever takes some meanwhile
-        while True:
-            one = pool.free.pop()
-            free[one.number] = one
-    try:
-        common = set.intersection(*map(set, comm.allgather(list(free))))
-        if common:
-            lent = free.pop(min(common))
-        else:
-            owner = Owner("this cache")
-            both = (Plans(comm, how, owner) for how in (reduction, by_heads))
-            lent = Lent(next(pool.numbers), owner, *both)
-    finally:
-        pool.free.extend(free.values())
-    weakref.finalize(cache, pool.back, lent).atexit = False
-    return lent
 
 
 class _Here(threading.local):
@@ -193,13 +121,23 @@ class _Here(threading.local):
 _here = _Here()
 
 
+def of(comm: Any, reduction: Reduction) -> Plans:
+    """Those over a communicator, which of several ranks is one thread's at a time."""
+    if comm.size == 1:
+        return alone()
+    if reduction not in comm.kept:
+        comm.kept[reduction] = Plans(comm, reduction)
+    made: Plans = comm.kept[reduction]
+    return made
+
+
 def alone() -> Plans:
     """Those of what a rank has whole, of this thread: nothing is sent. Where torch started the ranks, MPI is
     not asked."""
     started = dist.is_available() and dist.is_initialized()
     comm = _alone(dist.group.WORLD if started else None)
     if _here.plans is None or _here.plans.comm is not comm:
-        _here.plans = Plans(comm, Reduction(), Owner("this thread's attention"))
+        _here.plans = Plans(comm, Reduction())
     return _here.plans
 
 

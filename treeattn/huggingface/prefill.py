@@ -5,22 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.generation import GenerateDecoderOnlyOutput
 
 from treeattn.decoder import Prefill
 from treeattn.errors import ArgumentError
 from treeattn.huggingface.mask import begins_of
 from treeattn.huggingface.plans import Scoring
-from treeattn.huggingface.store import finished
-from treeattn.huggingface.tensors import as_rows, digest, dtype_name
+from treeattn.huggingface.tensors import as_rows, device_of, digest, dtype_name, finished
 from treeattn.mpi.agreement import Agreement
 
 if TYPE_CHECKING:
     from treeattn.huggingface.cache import ShardedKV
     from treeattn.huggingface.latent import Latents
-
-#: What models call it: transformers 5.24 gave it another name, and warns of the one before.
-_CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
 
 
 def prefill(
@@ -71,6 +66,10 @@ def _prefill(model: Any, ids: torch.Tensor, cache: ShardedKV, attention_mask: to
                 "weights that are tensor parallel compute every token on all ranks: leave the prefill to "
                 "generate()"
             )
+        if cache.latent and ids.device.type == "cuda":
+            raise ArgumentError(
+                "keys made of latents have no kernel on a GPU: leave the prefill to generate()"
+            )
         if cache.get_seq_length():
             raise ArgumentError(
                 f"the cache has {cache.get_seq_length()} slots already: a prefill comes first"
@@ -95,13 +94,17 @@ def _prefill(model: Any, ids: torch.Tensor, cache: ShardedKV, attention_mask: to
             "ids": digest(ids),
             "attention_mask": None if begins is None else begins.tolist(),
         }
-    cache.origin.begin(cache, model, ids, attention_mask)
+    cache.origin.begin(cache, model, ids)
+    cache.origin.check_padding(None if begins is None else begins.cpu().numpy(), 0, len(ids))
     dealt = cache.dealt = Dealt(comm, tokens, begins)
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # rings are not traced
-            model(ids[:, own], position_ids=places, use_cache=True, logits_to_keep=1, **{_CACHE: cache})
+            model(
+                ids[:, own], position_ids=places.to(ids.device), use_cache=True, logits_to_keep=1, cache=cache
+            )
     finally:
         cache.dealt = None
+    cache.check_attended()
     dealt.close()
     cache.origin.tell(ids, tokens)
 
@@ -151,15 +154,15 @@ class Dealt:
         """Attention of this rank's queries to all tokens before them, on all ranks."""
         q, k, v = as_rows(query), as_rows(key), as_rows(value)
         if new:
-            layer.store.take(latents, True)
+            layer.take(latents, True)
             given = (as_rows(latents.together()),) if latents else (k, v)
-            layer.store.append_own(self.tokens, *given)
+            layer.append(*given, tokens=self.tokens)
         planned = {"heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3], "v_dim": v.shape[3]}
         planned |= {"batch": len(q), "tokens": q.shape[1], "dtype": dtype_name(query)}
         kind = scoring, *planned.values()
         if kind not in self._planned:
             how: Any = {"scale": scoring.scale, "rules": scoring.rules()}
-            how |= {"device": query.device.type, "positions": "interleaved"}
+            how |= {"device": device_of(q), "positions": "interleaved"}
             self._planned[kind] = Prefill(self._comm, **planned, **how)
         out, lse = self._planned[kind](q, k, v, begins=self._begins)
         return finished(out, lse, sinks, query.dtype)

@@ -21,8 +21,8 @@ def save(cache: ShardedKV, directory: str | Path, unchecked: bool) -> None:
     """As `ShardedKV.save`."""
     _check_layers(cache)
     for layer in cache.layers:
-        layer._check_whole(0)
-    first = cache.layers[0].store.shard
+        layer.check_whole()
+    first = cache.layers[0].shard
     if first is None or not first.totals.any():
         raise ArgumentError("the cache is empty: there is nothing to save")
     about = {"model": cache.model_type, "config": config_digest(cache.config)}
@@ -36,7 +36,7 @@ def save(cache: ShardedKV, directory: str | Path, unchecked: bool) -> None:
     (first if isinstance(first, ShardedCache) else first.cache).save(directory, about)
 
 
-def load(cache: ShardedKV, directory: str | Path, unchecked: bool) -> None:
+def load(cache: ShardedKV, directory: str | Path, unchecked: bool, device: Any) -> None:
     """As `ShardedKV.load`."""
     from treeattn.cache import saved  # reads and checks JSON: for files alone
 
@@ -47,15 +47,15 @@ def load(cache: ShardedKV, directory: str | Path, unchecked: bool) -> None:
     collectively(cache.comm, lambda: _check(cache, directory, index, unchecked))
     shards: list[Any]
     if cache.nodes is None:
-        shards = list(ShardedCache.load(directory, cache.comm, capacity=cache.capacity).layers)
+        read = ShardedCache.load(directory, cache.comm, capacity=cache.capacity, device=device)
+        shards = list(read.layers)
     else:
         remote = cache.nodes.load(directory, capacity=cache.capacity)
         shards = [RemoteLayer(remote, number) for number in range(len(remote.totals))]
     if not unchecked:
         cache.origin.hold(index.about)
     for layer, shard in zip(cache.layers, shards, strict=True):
-        layer.is_initialized, layer.slots = True, index.totals[0]
-        layer.store.hold(shard, index.totals[0], index.v_dim if index.latent else 0)
+        layer.hold(shard, index.totals[0], index.v_dim if index.latent else 0)
 
 
 def _check(cache: ShardedKV, directory: str | Path, index: Index, unchecked: bool) -> None:
@@ -69,7 +69,8 @@ def _check(cache: ShardedKV, directory: str | Path, index: Index, unchecked: boo
         )
     if unchecked:
         return
-    if len(about.get("ids") or ()) != len(index.totals) or not about.get("weights"):
+    rows = [len(about.get(name) or ()) for name in ("ids", "begins")]
+    if rows != [len(index.totals)] * 2 or not about.get("weights"):
         raise ArgumentError(
             f"{directory}: does not say of which ids and weights it is made: load(.., unchecked=True) goes "
             "without"
@@ -83,7 +84,7 @@ def _check(cache: ShardedKV, directory: str | Path, index: Index, unchecked: boo
 
 def _check_layers(cache: ShardedKV) -> None:
     full = [layer for layer in cache.layers if isinstance(layer, FullAttentionLayer)]
-    if len(full) < len(cache.layers) or full[0].store.alike < len(full):
+    if len(full) < len(cache.layers) or full[0].alike < len(full):
         raise ArgumentError(
             "a cache is saved whose layers are all of full attention and of one width: windows and recurrent "
             "states lie whole on every rank"

@@ -3,7 +3,6 @@ the same cache, or over the same communicator of several ranks, is refused befor
 
 from __future__ import annotations
 
-import gc
 import threading
 
 import pytest
@@ -11,10 +10,10 @@ import pytest
 transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
 torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
 
-from tests.support.tiny_models import CACHE, made, prompt  # noqa: E402
+from tests.support.tiny_models import made, prompt  # noqa: E402
 from treeattn import huggingface  # noqa: E402
 from treeattn.errors import StateError  # noqa: E402
-from treeattn.huggingface import layers, store  # noqa: E402
+from treeattn.huggingface import attention, layers  # noqa: E402
 from treeattn.mpi import communicators  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
@@ -63,8 +62,8 @@ def in_step(monkeypatch):
         monkeypatch.setattr(owner, name, together)
 
     BARRIER.reset()
-    before(layers.FullAttentionLayer, "_on_the_way")
-    before(store, "finished")
+    before(layers, "carrying")
+    before(attention, "finished")
 
 
 @pytest.fixture(params=["Llama", "Qwen3 with windows", "DeepSeek-V3"])
@@ -74,7 +73,7 @@ def models(request):
 
 
 def text(model, ids, cache=None, **more):
-    return model.generate(ids, max_new_tokens=NEW, do_sample=False, **{CACHE: cache}, **more)[0].tolist()
+    return model.generate(ids, max_new_tokens=NEW, do_sample=False, cache=cache, **more)[0].tolist()
 
 
 def prompts(number):
@@ -164,15 +163,13 @@ def test_a_cache_goes_from_thread_to_thread(comm, run):
         cache.reset()
 
 
-def test_a_cache_that_is_gone_leaves_its_plans_to_the_next(comm):
-    model, ids = made("Llama", "treeattn"), prompts(4)[0]
-    planned = set()
-    for _ in range(3):
-        cache = huggingface.ShardedKV(model.config, comm, capacity=64)
-        text(model, ids, cache)
-        planned.add(cache.plans)
-        other = huggingface.ShardedKV(model.config, comm, capacity=64)
-        assert other.plans is not cache.plans
-        del cache, other
-        gc.collect()
-    assert len(planned) == 1
+def test_caches_over_one_communicator_share_their_plans(comm):
+    """Whose results are taken before the next step: two texts in turn are those of each alone."""
+    model, ids = made("Llama", "treeattn"), prompts(4)
+    wanted = [text(made("Llama"), one) for one in ids]
+    caches = [huggingface.ShardedKV(model.config, comm, capacity=64) for _ in ids]
+    both = [text(model, one, cache) for one, cache in zip(ids, caches, strict=True)]
+    assert both == wanted
+    assert caches[0].plans is caches[1].plans
+    more = [text(model, torch.tensor([one]), cache) for one, cache in zip(both, caches, strict=True)]
+    assert more == [text(made("Llama"), torch.tensor([one])) for one in wanted]
