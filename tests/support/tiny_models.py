@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.generation import GenerateDecoderOnlyOutput
 
 torch.set_num_threads(1)  # ranks outnumber cores
 
@@ -26,9 +25,6 @@ _COMMON = {
 _WINDOW = {"sliding_window": 7}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _ALTERNATING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-
-#: What transformers calls the cache of a model since 5.24, and before.
-CACHE = "cache" if "cache" in GenerateDecoderOnlyOutput.__annotations__ else "past_key_values"
 
 #: Of each family its configuration's name, and what is not `_COMMON` about it.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -105,6 +101,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "BioGPT": ("BioGpt", {}),
     "LFM2": ("Lfm2", {"layer_types": ["conv", "full_attention"] * 2}),
 }
+
+
+#: Heads of 64 channels, and latents of 512 and 64: widths for which there are kernels on a GPU.
+_WIDE = {"head_dim": 64, "hidden_size": 256, "n_embd": 256}
+_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 64, "v_head_dim": 64}
+
+
+def wide(family: str, attention: str = "eager", dtype: Any = torch.float32, **more: Any) -> Any:
+    """One that a GPU serves."""
+    return made(family, attention, dtype, **_WIDE, **(_LATENT if family == "DeepSeek-V3" else {}), **more)
 
 
 def made(family: str, attention: str = "eager", dtype: Any = torch.float32, **more: Any) -> Any:

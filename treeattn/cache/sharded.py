@@ -242,12 +242,14 @@ class CacheLayer:
                 else "v is not needed: the values are the first channels of k, pass None"
             )
         given = tuple(map(self._plan.device.view, ("k", "v"), given))
-        tokens, elements = (*given[0].shape, 0, 0)[1], self.k.dtype
+        kind, elements = self._plan.shape.kv_dtype, self.k.dtype
+        given = tuple(one.view(elements) if one.dtype.name == kind else one for one in given)  # as their bits
+        tokens = (*given[0].shape, 0, 0)[1]
         for name, array, (batch, heads, width) in zip(("k", "v"), given, self._rows, strict=False):
             if array.shape != (batch, tokens, heads, width):
                 self._refuse(k, v)
             if array.dtype != elements:
-                raise ArgumentError(f"{name} is {array.dtype}, the cache holds {self._plan.shape.kv_dtype}")
+                raise ArgumentError(f"{name} is {array.dtype}, the cache holds {kind}")
         return given
 
     def _refuse(self, k: Array, v: Array | None) -> None:

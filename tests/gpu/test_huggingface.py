@@ -1,0 +1,83 @@
+"""Models of transformers on a real GPU, on one rank: eager's logits and tokens on the same GPU."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+
+transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
+torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
+
+from treeattn.backends.cuda import cupy_runtime  # noqa: E402
+
+if problem := cupy_runtime.problem() or (None if torch.cuda.is_available() else "this torch has no CUDA"):
+    pytest.skip(problem, allow_module_level=True)
+
+from tests.support.tiny_models import logits_of, padded, prompt, wide  # noqa: E402
+from treeattn import huggingface  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")
+
+FAMILIES = (
+    "Llama",
+    "Mistral",
+    "Qwen3-MoE",
+    "Gemma 2",
+    "Gemma 3n",
+    "GPT-OSS",
+    "Phi-3",
+    "Cohere2",
+    "LFM2",
+    "DeepSeek-V3",
+)
+
+
+def on_the_gpu(family, kind):
+    return wide(family, dtype=getattr(torch, kind)).to("cuda")
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_a_family(family, kind):
+    if (family, kind) == ("DeepSeek-V3", "float32"):
+        pytest.skip("latents on a GPU are of 16 bits")
+    model, ids = on_the_gpu(family, kind), prompt(2).to("cuda")
+    mask = padded(ids)
+
+    def own(model):
+        return logits_of(model, ids, transformers.DynamicCache(config=model.config), mask)[
+            mask.bool()
+        ].double()
+
+    eager, exact = own(model), own(copy.deepcopy(model).float())
+    model.set_attn_implementation("treeattn")
+    cache = huggingface.ShardedKV(model.config, capacity=16)
+    got = logits_of(model, ids, cache, mask)[mask.bool()].double()
+    if kind == "float32":
+        assert (got - eager).abs().max() <= 2e-5 * eager.abs().max()
+    else:
+        ours, its = (torch.linalg.vector_norm(one - exact) for one in (got, eager))
+        assert ours <= 1.5 * its
+
+
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}], ids=str)
+def test_a_way_of_generate(way):
+    model, ids = on_the_gpu("Llama", "float32"), prompt().to("cuda")
+    given = {"max_new_tokens": 8, "do_sample": False} | way
+    wanted = model.generate(ids, **given).tolist()
+    model.set_attn_implementation("treeattn")
+    cache = huggingface.ShardedKV(model.config, capacity=16)
+    assert model.generate(ids, cache=cache, **given).tolist() == wanted
+
+
+def test_a_prompt_computed_once(tmp_path):
+    model, ids = on_the_gpu("Llama", "float32"), prompt(2).to("cuda")
+    given = {"max_new_tokens": 8, "do_sample": False}
+    wanted = model.generate(ids, **given).tolist()
+    model.set_attn_implementation("treeattn")
+    cache, again = (huggingface.ShardedKV(model.config, capacity=16) for _ in range(2))
+    huggingface.prefill(model, ids[:, :-1], cache)
+    cache.save(tmp_path)
+    again.load(tmp_path, device=model.device)
+    assert model.generate(ids, cache=again, **given).tolist() == wanted

@@ -1,0 +1,124 @@
+"""Models whose keys and values lie on GPUs, which are emulated: eager's logits and tokens, and no tensor that
+goes by the host unasked."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+
+transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
+torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
+
+from tests.emulator.raw_module import compiler_problem  # noqa: E402
+from tests.support.cuda_tensors import models_on_gpu  # noqa: E402
+from tests.support.tiny_models import logits_of, padded, prompt, wide  # noqa: E402
+from treeattn import huggingface  # noqa: E402
+from treeattn.backends.cuda.device import Cuda  # noqa: E402
+from treeattn.cache.sharded import CacheLayer  # noqa: E402
+from treeattn.decoder import Reduction  # noqa: E402
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem())),
+]
+
+GATE = ("Llama", "float32"), ("Llama", "bfloat16"), ("Mistral", "float32"), ("Mistral", "bfloat16")
+GATE += ("DeepSeek-V3", "bfloat16"), ("DeepSeek-V3", "float16")
+OTHERS = "Qwen3-MoE", "Gemma 2", "Gemma 3n", "GPT-OSS", "Phi-3", "Cohere2", "GPT-2", "LFM2"
+DEEP = [
+    pytest.param(family, kind, marks=pytest.mark.deep) for family in OTHERS for kind in ("float32", "float16")
+]
+HOST = Reduction(transport="host")
+
+
+@pytest.fixture(autouse=True)
+def runtime(comm):
+    with models_on_gpu(comm.rank) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def cache_of(comm):
+    """With room for less than the text: it grows."""
+    return lambda model: huggingface.ShardedKV(model.config, comm, capacity=16, scheme=HOST)
+
+
+@pytest.mark.parametrize(("family", "kind"), [*GATE, *DEEP])
+def test_logits_of_a_family(cache_of, runtime, family, kind):
+    """Rows padded on the left, chunks, tokens. Errors of 16 bits are at most 1.5 times eager's."""
+    few = {"num_hidden_layers": 2} if (family, kind) in GATE else {}
+    model, ids = wide(family, dtype=getattr(torch, kind), **few), prompt(2, 26)
+    mask, real, before = padded(ids), padded(ids).bool(), runtime.launches
+
+    def own(model):
+        return logits_of(model, ids, transformers.DynamicCache(config=model.config), mask)[real].double()
+
+    eager, exact = own(model), own(copy.deepcopy(model).float())
+    model.set_attn_implementation("treeattn")
+    got = logits_of(model, ids, cache_of(model), mask)[real].double()
+    assert runtime.launches > before
+    if kind == "float32":
+        assert (got - eager).abs().max() <= 2e-5 * eager.abs().max()
+    else:
+        order = torch.inf if few else 2  # the largest of few errors is a matter of luck in deeper models
+        ours, its = (torch.linalg.vector_norm(one - exact, order) for one in (got, eager))
+        assert ours <= 1.5 * its
+
+
+@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}], ids=str)
+def test_a_way_of_generate(comm, cache_of, way):
+    """Rows are reordered, and drafts cropped."""
+    model, ids = wide("Llama", num_hidden_layers=2), prompt(1, 12)
+    ids[:, 6:] = ids[:, :6]  # so that prompt lookup finds something
+    given = {"max_new_tokens": 6, "do_sample": False} | way
+    wanted = model.generate(ids, **given).tolist()
+    model.set_attn_implementation("treeattn")
+    assert model.generate(ids, cache=cache_of(model), **given).tolist() == wanted
+
+
+def continued(comm, cache_of, folder):
+    """A text by beams, and one whose prompt was dealt out, saved and loaded."""
+    model, ids = wide("Llama", "treeattn", num_hidden_layers=2), prompt(2, 12)
+    model.generate(ids, cache=cache_of(model), num_beams=2, max_new_tokens=3)
+    cache = cache_of(model)
+    huggingface.prefill(model, ids[:, :-1], cache)
+    cache.save(folder)
+    again = cache_of(model)
+    again.load(folder, device="cuda")
+    return model.generate(ids, cache=again, max_new_tokens=4, do_sample=False).tolist()
+
+
+@pytest.fixture
+def folder(comm, tmp_path):
+    return comm.bcast(str(tmp_path))
+
+
+def test_a_prompt_computed_once(comm, cache_of, folder):
+    wanted = (
+        wide("Llama", num_hidden_layers=2).generate(prompt(2, 12), max_new_tokens=4, do_sample=False).tolist()
+    )
+    assert continued(comm, cache_of, folder) == wanted
+
+
+def copied_by_numpy(layer, rows):
+    for array in layer.arrays:
+        array[:] = np.copy(array)[rows]
+
+
+FORGOTTEN = {
+    "append": (CacheLayer, "_given", lambda layer, *given: given),
+    "decode": (huggingface.attention, "as_rows", lambda states: states.numpy().swapaxes(1, 2)),
+    "select": (CacheLayer, "select", copied_by_numpy),
+    "save": (Cuda, "to_host", lambda device, array: np.asarray(array)),
+    "result": (huggingface.tensors, "as_tensor", lambda array: torch.from_numpy(array.numpy())),
+}
+
+
+@pytest.mark.parametrize("place", FORGOTTEN)
+def test_a_forgotten_conversion_is_caught(comm, cache_of, folder, monkeypatch, place):
+    monkeypatch.setattr(*FORGOTTEN[place])
+    with pytest.raises((TypeError, ValueError, RuntimeError)):
+        continued(comm, cache_of, folder)
