@@ -67,7 +67,7 @@ class Write(NamedTuple):
     chosen: slice | Array
 
 
-class Step(NamedTuple):
+class Appended(NamedTuple):
     """What appending is for this rank's shard: what is written, and how far the sequences are then."""
 
     writes: list[Write]
@@ -110,7 +110,7 @@ class Reach:
             self._shard_lengths.flags.writeable = False
         return self._shard_lengths
 
-    def append(self, given: int, counts: ArrayLike | None, own: bool = False) -> Step:
+    def append(self, given: int, counts: ArrayLike | None, own: bool = False) -> Appended:
         """The next `counts` [batch] tokens of each sequence, None for as many as are given; `given`: tokens
         of the arrays they come in, which are this rank's alone where `own`. Raises `ArgumentError`."""
         numbers = None if counts is None and not own else whole_numbers("counts", counts)
@@ -131,7 +131,7 @@ class Reach:
             self._question = question
         return cast(T, self._answer)
 
-    def _append(self, counts: Array | None, given: int, own: bool) -> Step:
+    def _append(self, counts: Array | None, given: int, own: bool) -> Appended:
         batch, limit = len(self.totals), self.placement.limit
         counts = np.full(batch, given, np.int64) if counts is None else counts
         most = given if not own else None
@@ -162,7 +162,7 @@ class Reach:
         alike = (self.totals == self.totals[0]).all() and (totals == totals[0]).all()
         if writes and alike:
             writes = [writes[0]._replace(rows=slice(None))]
-        return Step(writes, reach)
+        return Appended(writes, reach)
 
     def _rollback(self, totals: Array) -> Reach:
         if totals.shape != self.totals.shape or (totals < 0).any() or (totals > self.totals).any():
@@ -180,7 +180,7 @@ class Reach:
         return Reach(self.placement, self.totals[rows]), rows.tolist()
 
 
-class Plan(NamedTuple):
+class LayerPlan(NamedTuple):
     """shape: of the cache, as of a `Decoder` over it. latent: whether the first channels of k are the values.
     drafts: slots beside each shard."""
 

@@ -21,7 +21,7 @@ from treeattn import files
 from treeattn.attention.positions import Runs
 from treeattn.attention.shape import CACHE_DTYPES
 from treeattn.cache.index import NAME, Index, Part, read_index
-from treeattn.cache.placement import Plan, Reach, ordered
+from treeattn.cache.placement import LayerPlan, Reach, ordered
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError, BackendError, TreeattnError
 from treeattn.mpi.agreement import Agreement, collectively
@@ -87,7 +87,7 @@ def _written(comm: Communicator, layers: Sequence[CacheLayer], own: Path, about:
     )
 
 
-def _write(path: Path, plan: Plan, layers: Sequence[CacheLayer], reach: Reach) -> None:
+def _write(path: Path, plan: LayerPlan, layers: Sequence[CacheLayer], reach: Reach) -> None:
     """This rank's keys and values, in blocks, and then their sums."""
     elements, tokens, batch = CACHE_DTYPES[str(plan.shape.kv_dtype)], reach.most, len(reach.totals)
     names = [f"layers.{number}.{name}" for number in range(len(layers)) for name in plan.names]

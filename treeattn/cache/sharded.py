@@ -17,7 +17,7 @@ from treeattn.attention.positions import Runs
 from treeattn.attention.shape import FLOAT8, Shape, check_number, dtype_word
 from treeattn.attention.shard import CacheFormat, Shard
 from treeattn.backends import device as devices
-from treeattn.cache.placement import Placement, Plan, Reach, Write, ordered, whole_numbers
+from treeattn.cache.placement import LayerPlan, Placement, Reach, Write, ordered, whole_numbers
 from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.reducer import Owner
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class CacheLayer:
     """One layer of a `ShardedCache`: its methods send nothing, and are of this layer alone."""
 
-    def __init__(self, plan: Plan, capacity: int, reach: Reach, owner: Owner) -> None:
+    def __init__(self, plan: LayerPlan, capacity: int, reach: Reach, owner: Owner) -> None:
         """An empty layer; `reach` is shared by layers of the same lengths, `owner` by all of a cache."""
         self._plan, self._capacity, self._reach = plan, capacity, reach
         self.owner = owner
@@ -354,7 +354,7 @@ class ShardedCache(CacheLayer):
                     f"v_dim {shape.v_dim} of a latent cache must be a number of k's {head_dim} channels"
                 )
             placement = Placement(layout, int(capacity), comm.rank, comm.size)
-            plan = Plan(shape, bool(latent), int(drafts), placement, devices.find(device))
+            plan = LayerPlan(shape, bool(latent), int(drafts), placement, devices.find(device))
             reach = Reach(placement, np.zeros(batch, np.int64))
             given = plan, int(capacity), reach, Owner("this cache")
             super().__init__(*given)

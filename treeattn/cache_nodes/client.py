@@ -16,9 +16,9 @@ from numpy.typing import ArrayLike, DTypeLike
 from treeattn.attention.shape import check_latent, dtype_word
 from treeattn.attention.shard import CacheFormat
 from treeattn.cache import saved
-from treeattn.cache_nodes.link import Link
+from treeattn.cache_nodes.link import NodeLink
 from treeattn.cache_nodes.remote_cache import RemoteCache
-from treeattn.cache_nodes.view import Attention, CachePlan
+from treeattn.cache_nodes.view import CachePlan, ViewAttention
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError, PeerError, StateError
@@ -96,8 +96,8 @@ class CacheNodes:
 
     def __init__(self, comm: MpiCommunicator, scheme: str | Schedule | None) -> None:
         """Collective, as `serve` is."""
-        self._link, self.size = Link(comm, scheme), comm.size - 1
-        self._planned: list[list[Attention]] = []  # of each cache
+        self._link, self.size = NodeLink(comm, scheme), comm.size - 1
+        self._planned: list[list[ViewAttention]] = []  # of each cache
         self._dropped: list[int] = []  # caches that nobody has any more
         atexit.register(self._exit)
 
@@ -170,7 +170,7 @@ class CacheNodes:
         return cache
 
     def _made(self, plan: CachePlan, batch: int, capacity: int) -> RemoteCache:
-        number, attention = len(self._planned), list[Attention]()
+        number, attention = len(self._planned), list[ViewAttention]()
         cache = RemoteCache(self._link, number, plan, batch, capacity, attention)
         self._planned.append(attention)
         weakref.finalize(cache, self._dropped.append, number).atexit = False
@@ -239,7 +239,7 @@ def _end(error: PeerError) -> NoReturn:
     job.end(error.exit_code)
 
 
-def _close(planned: list[Attention]) -> None:
+def _close(planned: list[ViewAttention]) -> None:
     """In the order in which the nodes do."""
     while planned:
         planned.pop(0).close()

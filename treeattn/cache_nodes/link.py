@@ -14,10 +14,10 @@ from treeattn.errors import ANOTHER_PROCESS, StateError
 from treeattn.mpi import job, library
 from treeattn.mpi.agreement import collectively, exchange
 
-__all__ = ["Link"]
+__all__ = ["NodeLink"]
 
 
-class Link:
+class NodeLink:
     """Sends what the nodes are to do. busy: whether a step is under way, of which they wait for the rest.
     leave: whether nodes are `treeattn cache-node`, which end with the first that they serve."""
 

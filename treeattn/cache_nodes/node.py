@@ -13,7 +13,7 @@ from treeattn.attention.shape import CACHE_DTYPES, DTYPES
 from treeattn.cache import ShardedCache, saved
 from treeattn.cache_nodes.message import Step, array_of, decode
 from treeattn.cache_nodes.tree import meet
-from treeattn.cache_nodes.view import Attention, CachePlan, View
+from treeattn.cache_nodes.view import CachePlan, View, ViewAttention
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError, TransportError, TreeattnError
 from treeattn.mpi import communicators, job
@@ -55,7 +55,7 @@ class _Held:
     def __init__(self, plan: CachePlan, cache: ShardedCache | None) -> None:
         self.plan, self.cache = plan, cache
         self.layers = cache.layers if cache else ()
-        self.views: list[tuple[View, Attention]] = []
+        self.views: list[tuple[View, ViewAttention]] = []
 
     def close(self) -> None:
         """Collective over all processes."""
@@ -133,7 +133,7 @@ class Node:
     def _plan_view(self, cache: int, rules: dict[str, Any], **view: Any) -> None:
         held = self.caches[cache]
         planned = View(held.plan, rules=Rules(**rules), **view)
-        held.views.append((planned, Attention(planned, self._comm, self.tree.schedule)))
+        held.views.append((planned, ViewAttention(planned, self._comm, self.tree.schedule)))
 
     def _rollback(self, cache: int, totals: list[int]) -> None:
         for layer in self.caches[cache].layers:

@@ -19,9 +19,9 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.shape import CACHE_DTYPES, bits_of, check_latent
 from treeattn.cache.placement import whole_numbers
 from treeattn.cache.saved import as_json
-from treeattn.cache_nodes.link import Link
+from treeattn.cache_nodes.link import NodeLink
 from treeattn.cache_nodes.message import Step, bytes_of
-from treeattn.cache_nodes.view import Attention, CachePlan, View
+from treeattn.cache_nodes.view import CachePlan, View, ViewAttention
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 from treeattn.token_tree.tree import TokenTree
@@ -46,12 +46,12 @@ class RemoteCache:
 
     def __init__(
         self,
-        link: Link,
+        link: NodeLink,
         number: int,
         plan: CachePlan,
         batch: int,
         capacity: int,
-        attention: list[Attention],
+        attention: list[ViewAttention],
     ) -> None:
         """number: of the caches on these nodes. attention: that of each view, for whoever closes them."""
         self._link, self._number, self._plan, self.capacity = link, number, plan, capacity
@@ -209,7 +209,7 @@ class RemoteCache:
                 scale=scale,
                 rules=view.rules,
             )
-            self._attention.append(Attention(view, link.comm, link.tree.schedule))
+            self._attention.append(ViewAttention(view, link.comm, link.tree.schedule))
             number = self._views[view] = len(self._attention) - 1
         tokens = queries if len(given) > 1 else 0
         link.busy = True

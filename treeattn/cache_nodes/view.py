@@ -17,7 +17,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, Reduction
 from treeattn.partial import Array
 
-__all__ = ["Attention", "CachePlan", "View"]
+__all__ = ["CachePlan", "View", "ViewAttention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class View:
     rules: Rules
 
 
-class Attention:
+class ViewAttention:
     """A planned view, on either end. Creating it is collective over the model process and all nodes."""
 
     def __init__(self, view: View, comm: Communicator, schedule: Schedule) -> None:
