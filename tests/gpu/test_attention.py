@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from tests.emulator.cases import CASES, Case
-from tests.emulator.test_records import bits, random_records
-from tests.support import verbs
+from tests.support.attention_contract import bits
 from tests.support.gpu_contract import GpuContract
-from treeattn import partial
+from tests.support.records_contract import RecordsContract
 from treeattn.attention.shape import bits_of
 from treeattn.backends import cuda
 from treeattn.backends.cuda import cupy_runtime
@@ -36,17 +35,27 @@ def to_device(array: Array | None) -> Any:
     return cupy.ndarray(array.shape, bits_of(array.dtype.name) or array.dtype, memory, array.strides)
 
 
-class TestOnTheGpu(GpuContract):
-    cases, gate = CASES, 12
+class OnTheGpu:
+    """Where arrays lie."""
 
-    def runtime(self, seed: int = 0) -> Any:
-        return cupy_runtime.current()
+    backend = cuda
 
     def put(self, array: Array | None) -> Any:
         return to_device(array)
 
     def get(self, array: Any) -> Array:
         return array if isinstance(array, np.ndarray) else array.get()
+
+
+class TestRecordsOnTheGpu(OnTheGpu, RecordsContract):
+    pass
+
+
+class TestOnTheGpu(OnTheGpu, GpuContract):
+    cases, gate = CASES, 12
+
+    def runtime(self, seed: int = 0) -> Any:
+        return cupy_runtime.current()
 
     def write(self, into: Any, values: Array) -> None:
         into.set(np.ascontiguousarray(values, into.dtype))
@@ -66,21 +75,3 @@ def test_a_launch_has_the_same_bits_each_time(case: Case) -> None:
     for _ in range(20):
         planned(*arrays)
     assert (bits(records.get()) == bits(first)).all()
-
-
-def test_merge_and_finish_have_the_defined_bits() -> None:
-    import cupy
-
-    first, second = random_records(200, 64, 0), random_records(200, 64, 1)
-    want = first.copy()
-    partial.merge(want, second)
-    got = cupy.asarray(first)
-    verbs.merge(cuda, got, cupy.asarray(second))
-    assert (bits(got.get()) == bits(want)).all()
-    shapes = (2, 10, 10, 64), (2, 10, 10)
-    outputs = [np.empty(shape, np.float32) for shape in shapes]
-    on_device = [cupy.empty(shape, cupy.float32) for shape in shapes]
-    partial.finish(want.reshape(2, 10, 10, 66), *outputs)
-    verbs.finish(cuda, got.reshape(2, 10, 10, 66), *on_device)
-    for wanted, array in zip(outputs, on_device, strict=True):
-        assert (bits(array.get()) == bits(wanted)).all()

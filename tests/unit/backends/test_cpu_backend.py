@@ -12,12 +12,18 @@ import pytest
 
 from tests.support import verbs
 from tests.support.problems import assert_exact, random_qkv
+from tests.support.records_contract import RecordsContract
 from treeattn import partial, reference
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
 from treeattn.errors import ArgumentError
 
 build_fixture = pytest.mark.usefixtures("build")
+
+
+@build_fixture
+class TestRecords(RecordsContract):
+    backend = cpu
 
 
 def attend(q, k, v, scale=0.2, **given):
@@ -105,11 +111,10 @@ def test_impossible_lengths(lengths):
         attend(*random_qkv(30, batch=2), lengths=np.array(lengths))
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @build_fixture
-def test_merge_is_the_definition(dtype):
-    rng = np.random.default_rng(10)
-    a, b = rng.standard_normal((2, 3, 4, 2, 34)).astype(dtype)
+def test_merge_of_float64_is_the_definition():
+    rng, dtype = np.random.default_rng(10), np.float64
+    a, b = rng.standard_normal((2, 3, 4, 2, 34))
     expected = a.copy()
     partial.merge(expected, b)
     operator = cpu.MergeOperator(32, dtype)
@@ -117,7 +122,6 @@ def test_merge_is_the_definition(dtype):
     planned = a.copy().reshape(-1, 34)
     operator.planned_merge(planned, b.reshape(-1, 34))()
     assert np.array_equal(planned.reshape(expected.shape), expected)
-    operator.planned_merge(planned[:0], planned[:0])()
 
 
 def test_merge_refuses_other_types():
