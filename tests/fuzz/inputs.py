@@ -52,10 +52,7 @@ def _tensors(_: Path) -> list[bytes]:
         "v": np.ones((1, 3, 2, 8), np.float16),
         "e": np.ones((0, 2)),
     }
-    return [
-        save_tensors(arrays, {"scale": "0.5"}),
-        save_tensors({"k": arrays["k"]}, {}),
-    ]
+    return [save_tensors(arrays, {"scale": "0.5"}), save_tensors({"k": arrays["k"]}, {})]
 
 
 def _cache(path: Path) -> None:
@@ -80,18 +77,6 @@ def _model(folder: Path) -> list[bytes]:
 def _weights(folder: Path) -> list[bytes]:
     write_model(folder, "tied")
     return [(folder / "model.safetensors.index.json").read_bytes()]
-
-
-def _read_weights(path: Path) -> None:
-    Weights(path.parent, read_config(path.parent))
-
-
-def _results(folder: Path) -> list[bytes]:
-    return [made_results.write(folder / "made.jsonl", made_results.keys(tokens=[64]), 1).read_bytes()]
-
-
-def _plotted(path: Path) -> None:
-    summarise(rows.read(path))
 
 
 def _schemes(_: Path) -> list[bytes]:
@@ -193,12 +178,18 @@ INPUTS = {
         lambda _: [path.read_bytes() for path in (ROOT / "collectives/clusters").glob("*.toml")],
         mutations.of_text, "x.toml", description.load,
     ),
-    "results": Input(_results, mutations.of_json_lines, "x.jsonl", _plotted),
+    "results": Input(
+        lambda at: [made_results.write(at / "made.jsonl", made_results.keys(tokens=[64]), 1).read_bytes()],
+        mutations.of_json_lines, "x.jsonl", lambda path: summarise(rows.read(path)),
+    ),
     "scheme": Input(_schemes, mutations.of_text, "x", _scheme),
     "launcher": Input(_environment, mutations.of_json, "x", _launched),
     "saved_cache": Input(_saved, mutations.of_json, index.NAME, _load),
     "model": Input(_model, mutations.of_json, "config.json", lambda path: read_config(path.parent)),
-    "weights": Input(_weights, mutations.of_json, "model.safetensors.index.json", _read_weights),
+    "weights": Input(
+        _weights, mutations.of_json, "model.safetensors.index.json",
+        lambda path: Weights(path.parent, read_config(path.parent)),
+    ),
     "line": Input(lines.seeds, mutations.of_text, "line", lines.run),
     "gguf": Input(_gguf, _head, "x.gguf", _convert),
 }  # fmt: skip

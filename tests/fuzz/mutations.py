@@ -16,20 +16,9 @@ ODD: list[Any] = [
     "", "x", "a b", "\n", "\0", "é", "../x", "/dev/null", "9" * 5000, [], {}, [[]], [0], ["x"], {"x": 1},
 ]  # fmt: skip
 WORDS = [
-    *map(str, ODD[1:15]),
-    "",
-    "=",
-    ":",
-    "(" * 50,
-    "[" * 3000,
-    '{"a":' * 3000,
-    '"',
-    "<",
-    "&x;",
-    "#",
-    "٣",
+    *map(str, ODD[1:15]), "", "=", ":", "(" * 50, "[" * 3000, '{"a":' * 3000, '"', "<", "&x;", "#", "٣",
     "9" * 5000,
-]
+]  # fmt: skip
 _VALUE = re.compile(rb"-?\d+(?:\.\d+)?|[A-Za-z_]+|[^\sA-Za-z_0-9]")
 
 
@@ -37,18 +26,11 @@ def of_bytes(data: bytes, draw: random.Random) -> bytes:
     at, end = sorted(draw.randrange(len(data) + 1) for _ in "ab")
     piece = data[at : min(end, at + 64)]
     other = draw.randrange(len(data) + 1)
-    noise = draw.choice(
-        [b"\0", b"\xff", b"\n", b"\xc3", draw.randbytes(8), struct.pack("<Q", 2 ** draw.randrange(64))]
-    )
-    return draw.choice(
-        [
-            lambda: data[:at],
-            lambda: data[:at] + data[end:],
-            lambda: data[:at] + noise + data[at:],
-            lambda: data[:at] + noise + data[at + len(noise) :],
-            lambda: data[:other] + piece + data[other:],
-        ]
-    )()
+    number = struct.pack("<Q", 2 ** draw.randrange(64))
+    noise = draw.choice([b"\0", b"\xff", b"\n", b"\xc3", draw.randbytes(8), number])
+    head = data[:at]
+    changed = head, head + data[end:], head + noise + data[at:], head + noise + data[at + len(noise) :]
+    return draw.choice([*changed, data[:other] + piece + data[other:]])
 
 
 def of_text(data: bytes, draw: random.Random) -> bytes:
