@@ -16,15 +16,14 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from tests.support.caches import layout_of
 from tests.support.models import write_model
 from tests.support.ranks import assert_same_bits
+from tests.support.schemes import REPLICATED
 from treeattn import Decoder, ShardedCache, reference
-from treeattn.collectives import build, names
 from treeattn.llama import Llama, Session
 from treeattn.llama.drafts import draft_tree
 from treeattn.mpi import communicators
 from treeattn.token_tree import TokenTree, Verifier
 
 HEADS, DIM, NODES = 2, 16, 6
-REPLICATED = [name for name in names("schedule") if build(name, 4).result == "replicated"]
 
 
 def machine(model, job):

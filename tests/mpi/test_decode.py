@@ -12,12 +12,10 @@ from tests.support.exporters import Dlpack, Interface
 from tests.support.problems import assert_exact, random_qkv
 from tests.support.ranks import own_run
 from tests.support.schedules import star
+from tests.support.schemes import REPLICATED
 from treeattn import collectives
 
 pytestmark = pytest.mark.mpi
-
-SCHEDULES = collectives.names("schedule")
-REPLICATED = [name for name in SCHEDULES if collectives.build(name, 4).result == "replicated"]
 
 
 def made_up(comm, **shape):

@@ -17,7 +17,7 @@ from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
 from tests.support.drawn import FACTOR, sample
 from tests.support.ranks import assert_same_bits
-from tests.support.schemes import assert_equal, copies
+from tests.support.schemes import REPLICATED, assert_equal, copies
 from treeattn import Reduction, collectives
 from treeattn.backends import cpu
 from treeattn.backends.cuda import cupy_runtime
@@ -34,7 +34,6 @@ pytestmark = [
 
 CASE = Case("float32", 64, group=2, batch=2, queries=2, tokens=33)
 SCHEDULES = collectives.names("schedule")
-REPLICATED = [name for name in SCHEDULES if collectives.build(name, 4).result == "replicated"]
 
 
 @pytest.fixture

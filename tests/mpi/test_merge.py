@@ -15,17 +15,13 @@ from tests.emulator.runtime import EmulatorRuntime
 from tests.support.drawn import sample
 from tests.support.exporters import Dlpack
 from tests.support.ranks import assert_same_bits, raised_by_all
-from tests.support.schemes import assert_equal
-from treeattn import collectives
+from tests.support.schemes import REPLICATED, assert_equal
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.baselines import BASELINES
 
 pytestmark = pytest.mark.mpi
 
-LEFT_WHOLE = [
-    *(name for name in collectives.names("schedule") if collectives.build(name, 4).result == "replicated"),
-    *("mpi_allreduce", "three_allreduce", "two_allreduce"),
-]
+LEFT_WHOLE = [*REPLICATED, "mpi_allreduce", "three_allreduce", "two_allreduce"]
 REFUSED = [name for name, row in BASELINES.items() if row.fused or row.scattered] + ["head_scatter"]
 
 

@@ -12,49 +12,52 @@ from tests.support import arguments
 from tests.support.drawn import sample
 from tests.support.problems import random_qkv
 from tests.support.ranks import own_run
+from tests.support.schemes import REPLICATED, assert_equal, copies
 from treeattn import collectives
 from treeattn.errors import ArgumentError, RestrictionError, StateError
 
 pytestmark = pytest.mark.mpi
 
 SCHEDULES = collectives.names("schedule")
-REPLICATED = [name for name in SCHEDULES if collectives.build(name, 4).result == "replicated"]
 SCHEMES = [*REPLICATED, "mpi_allreduce", "three_allreduce"]
 
 
-def shard(comm, batch, dtype=np.float32, seed=0):
-    shape = {"queries": 2, "heads": 8, "kv_heads": 4, "head_dim": 16}
-    q, k, v = random_qkv(61, batch=batch, dtype=dtype, seed=seed, **shape)
-    own = own_run(comm, 61)
-    return q, np.ascontiguousarray(k[:, own]), np.ascontiguousarray(v[:, own])
+@pytest.fixture
+def shard(comm):
+    """Called with a batch: q, and k and v of this rank."""
+
+    def shard(batch, dtype=np.float32, seed=0):
+        shape = {"queries": 2, "heads": 8, "kv_heads": 4, "head_dim": 16}
+        q, k, v = random_qkv(61, batch=batch, dtype=dtype, seed=seed, **shape)
+        own = own_run(comm, 61)
+        return q, np.ascontiguousarray(k[:, own]), np.ascontiguousarray(v[:, own])
+
+    return shard
 
 
-def planned(comm, batch=1, dtype="float32", **options):
-    shape = {"heads": 8, "kv_heads": 4, "head_dim": 16, "queries": 2, "batch": batch, "dtype": dtype}
-    return treeattn.Decoder(comm, **arguments.plan(**shape, **options))
+@pytest.fixture
+def planned(comm):
+    """Called with a batch: a decoder of such arrays."""
 
+    def planned(batch=1, dtype="float32", **options):
+        shape = {"heads": 8, "kv_heads": 4, "head_dim": 16, "queries": 2, "batch": batch, "dtype": dtype}
+        return treeattn.Decoder(comm, **arguments.plan(**shape, **options))
 
-def assert_same(ours, theirs):
-    for one, other in zip(ours, theirs, strict=True):
-        np.testing.assert_array_equal(one, other)
-
-
-def folds_alike(scheme, size):
-    """Whether every record is folded in the same way, whichever others travel with it."""
-    return scheme in SCHEDULES and collectives.build(scheme, size).chunks == 1
+    return planned
 
 
 @pytest.mark.parametrize(
     ("scheme", "batch"), sample(6, [(name, 1 + 2 * (at % 2)) for at, name in enumerate(SCHEMES)])
 )
-def test_any_number_of_groups(comm, scheme, batch):
-    arrays = [shard(comm, batch, seed=seed) for seed in (0, 1)]
-    with planned(comm, batch, scheme=scheme) as whole:
-        wanted = [[array.copy() for array in whole(*some)] for some in arrays]
+def test_any_number_of_groups(comm, shard, planned, scheme, batch):
+    arrays = [shard(batch, seed=seed) for seed in (0, 1)]
+    with planned(batch, scheme=scheme) as whole:
+        wanted = [copies(whole(*some)) for some in arrays]
         sent = whole.sent
-    alike = folds_alike(scheme, comm.size)
+    # Whether every record is folded in the same way, whichever others travel with it.
+    alike = scheme in SCHEDULES and collectives.build(scheme, comm.size).chunks == 1
     for groups in (2, 4) if batch == 1 else (2,):
-        with planned(comm, batch, scheme=scheme, groups=groups) as decoder:
+        with planned(batch, scheme=scheme, groups=groups) as decoder:
             for some, results in zip((*arrays, *arrays), (*wanted, *wanted), strict=True):
                 out, lse = decoder(*some)
                 np.testing.assert_allclose(out, results[0], rtol=0, atol=1e-6)
@@ -63,9 +66,9 @@ def test_any_number_of_groups(comm, scheme, batch):
                     digest = out.tobytes() + lse.tobytes()
                     assert comm.bcast(digest) == digest
                 if alike:
-                    assert_same((out, lse), results)
-            again = [array.copy() for array in decoder(*arrays[1])]
-            assert_same(decoder(*arrays[1], np.full(batch, arrays[1][1].shape[1])), again)
+                    assert_equal((out, lse), results)
+            again = copies(decoder(*arrays[1]))
+            assert_equal(decoder(*arrays[1], np.full(batch, arrays[1][1].shape[1])), again)
             if isinstance(sent, list) and alike:
                 assert sum(size for _, size in decoder.sent) == sum(size for _, size in sent)
             elif not isinstance(sent, list):
@@ -73,35 +76,35 @@ def test_any_number_of_groups(comm, scheme, batch):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
-def test_other_types_and_halves(comm, dtype):
-    arrays = shard(comm, 2, ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float64)
-    with planned(comm, 2, dtype) as whole:
-        wanted = [array.copy() for array in whole(*arrays)]
-    with planned(comm, 2, dtype, groups=2) as decoder:
+def test_other_types_and_halves(comm, shard, planned, dtype):
+    arrays = shard(2, ml_dtypes.bfloat16 if dtype == "bfloat16" else np.float64)
+    with planned(2, dtype) as whole:
+        wanted = copies(whole(*arrays))
+    with planned(2, dtype, groups=2) as decoder:
         decoder.begin(*arrays)
         comm.barrier()
         decoder.test()
-        assert_same(decoder.finish(), wanted)
+        assert_equal(decoder.finish(), wanted)
         decoder.begin(*arrays)  # closing ends it
 
 
-def test_nothing_is_planned_but_the_groups(comm, duplicates):
-    with planned(comm, scheme="recursive_doubling", groups=2) as decoder:
-        decoder(*shard(comm, 1))
+def test_nothing_is_planned_but_the_groups(shard, planned, duplicates):
+    with planned(scheme="recursive_doubling", groups=2) as decoder:
+        decoder(*shard(1))
     assert duplicates == [MPI.COMM_NULL]  # which the groups, and steps of fewer queries, share
 
 
-def test_what_cannot_be_taken_apart(comm):
+def test_what_cannot_be_taken_apart(shard, planned):
     for groups in (0, -1, True, "auto", 2.0):
         with pytest.raises(ArgumentError, match="groups must be a positive whole number"):
             treeattn.Reduction(groups=groups)
     with pytest.raises(ArgumentError, match="divides the 4 KV heads"):
-        planned(comm, groups=3)
+        planned(groups=3)
     with pytest.raises(RestrictionError, match="cannot be taken apart"):
-        planned(comm, scheme="kv_ring", groups=2)
+        planned(scheme="kv_ring", groups=2)
     with pytest.raises(RestrictionError, match="cannot be taken apart"):
-        planned(comm, scheme="head_scatter", output="heads", groups=2)
-    with planned(comm, groups=2) as decoder:
+        planned(scheme="head_scatter", output="heads", groups=2)
+    with planned(groups=2) as decoder:
         with pytest.raises(StateError, match="without arrays"):
             decoder.reduce()
-        decoder(*shard(comm, 1))
+        decoder(*shard(1))

@@ -13,14 +13,12 @@ import treeattn
 from tests.support import arguments
 from tests.support.problems import draw
 from tests.support.ranks import assert_same_bits
-from treeattn import Reduction, collectives, reference
+from tests.support.schemes import REPLICATED
+from treeattn import Reduction, reference
 from treeattn.backends.cpu import compile
 
 pytestmark = pytest.mark.mpi
 
-REPLICATED = [
-    name for name in collectives.names("schedule") if collectives.build(name, 4).result == "replicated"
-]
 #: How many drawn cases; `make fuzz-visible` asks for more than a run of the tests has time for.
 CASES = int(os.environ.get("TREEATTN_VISIBLE_CASES", "40"))
 

@@ -7,8 +7,13 @@ import numpy as np
 import treeattn
 from tests.support.problems import assert_exact
 from tests.support.ranks import assert_same_bits
+from treeattn import collectives
 from treeattn.baselines import BASELINES
 
+#: Schedules that leave the whole result on every rank.
+REPLICATED = [
+    name for name in collectives.names("schedule") if collectives.build(name, 4).result == "replicated"
+]
 SHAPE = {"heads": 4, "kv_heads": 4, "head_dim": 64, "dtype": "float32"}
 
 
