@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 
 from treeattn.errors import ArgumentError
 
-FORMATS = ("png", "svg", "pdf")
 WIDTH = 6.5  # inches
 _STYLE: Any = {
     "font.size": 8, "legend.fontsize": 7, "axes.grid": True, "grid.alpha": 0.3,

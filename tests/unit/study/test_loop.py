@@ -16,7 +16,6 @@ def test_series_of_made_up_instants():
     assert samples == {
         "completion": [5.5, 11.0],
         "after_last_entry": [3.5, 10.0],
-        "slowest": [4.0, 11.0],
         "early": [2.0, 2.0],
         "late": [3.0, 10.5],
     }

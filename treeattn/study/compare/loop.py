@@ -44,7 +44,6 @@ class Times(NamedTuple):
         series = {
             "completion": leave.max(0) - entry.min(0),
             "after_last_entry": leave.max(0) - entry.max(0),
-            "slowest": (leave - entry).max(0),
         }
         lengths = np.diff(self.instants, axis=2).max(0)
         series |= {name: lengths[:, index] for index, name in enumerate(parts)}
