@@ -45,7 +45,7 @@ class Scheme:
     ``"baseline"``, which are listed in `treeattn.baselines`. Both name the `module` that
     plans them. compiled: it calls the operator's compiled form. fused: attends while it communicates, so it
     has no reduction of its own; its `plan` takes more (`treeattn.baselines`).
-    transports: how its records can travel. elsewhere: what to take on another device.
+    transports: how its records can travel.
     """
 
     name: str
@@ -61,7 +61,6 @@ class Scheme:
     module: str = ""
     compiled: bool = False
     transports: tuple[str, ...] = tuple(DEVICES)
-    elsewhere: str = ""
 
     @property
     def kind(self) -> Literal["schedule", "library", "baseline"]:
@@ -244,7 +243,6 @@ CATALOG: dict[str, Scheme] = {
             description="NCCL's all-reduce of maxima, then of rescaled records: GPUs only; sums, not merges",
             module="treeattn.collectives.libraries.nccl_allreduce",
             transports=("nccl",),
-            elsewhere="on the CPU take mpi_allreduce",
         ),
     )
 }

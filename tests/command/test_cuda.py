@@ -71,7 +71,7 @@ SERVED = "'nccl'.*'cuda-mpi'.*'host'"
         ("compare", "--transport nccl", "NCCL is reached through CuPy"),
         ("compare", "--transport cuda-mpi", "does not say that it takes GPU buffers"),
         ("compare", "--transport mpi", "choose from "),
-        ("compare", "--schemes kv_ring", "baselines run on the processor"),
+        ("compare", "--schemes kv_ring", "kv_ring is for device='cpu'"),
         ("compare", "--schemes nccl_allreduce --transport host", "is for transport='nccl', not 'host'"),
         ("compare", "--device cpu --transport host", "choose from mpi"),
         ("generate", "", "needs a transport: transport='nccl'"),

@@ -125,7 +125,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ArgumentError,
         "multiples of 16 bytes",
     ),
-    "a baseline": ({"scheme": "kv_ring"}, RestrictionError, "kv_ring is for device='cpu'.*on the processor"),
+    "a baseline": ({"scheme": "kv_ring"}, RestrictionError, "kv_ring is for device='cpu'.*take a schedule"),
     "lengths of int32": ({"lengths": np.zeros(1, np.int32)}, ArgumentError, "int64"),
     "last axis": (
         {x: np.repeat(good()[x], 2, axis=3)[..., ::2] for x in "kv"},

@@ -23,7 +23,6 @@ def _baseline(name: str, description: str, cost: str, *parameters: Parameter, **
         description=description,
         module=f"treeattn.baselines.{name}",
         transports=("mpi",),
-        elsewhere="baselines run on the processor; from GPUs take a schedule",
         **fields,
     )
 

@@ -116,7 +116,8 @@ def choose(device: str, transport: str | None, scheme: Scheme, size: int, librar
             "take 'nccl' or 'host'"
         )
     if not serving:
-        raise RestrictionError(f"{scheme.name} is for device='{scheme.devices[0]}': {scheme.elsewhere}")
+        served = scheme.devices[0]
+        raise RestrictionError(f"{scheme.name} is for device={served!r}: on {device!r} take a schedule")
     if transport in serving:
         return transport
     if transport is not None and DEVICES.get(transport) != device:
