@@ -107,26 +107,23 @@ class RemoteCache:
         """
         self._check_scale(scale)
         given = self._checked(layer, q, k, v)
-        batch, queries, heads, _ = given[0].shape
+        queries, heads = given[0].shape[1:3]
         tokens = queries if len(given) > 1 else 0
         counted = None if counts is None else self._per_sequence("counts", counts, tokens)
         first = None if begins is None else self._per_sequence("begins", begins, None)
         self._check_room(layer, counted, tokens)
         rules = Rules.of(_CAUSAL if rules is None else rules, heads)
         pieces = list(_pieces(queries)) if len(given) > 1 else [slice(0, queries)]
-        whole: Pair | None = None
+        results = []
         for piece in pieces:
             some = tuple(array[:, piece] for array in given)
             part = None if counted is None else np.clip(counted - piece.start, 0, piece.stop - piece.start)
             got = self._step(layer, some, part, first, scale, rules)
             if len(pieces) == 1:
                 return got
-            if whole is None:
-                shapes = (batch, queries, *got[0].shape[2:]), (batch, heads, queries)
-                whole = np.empty(shapes[0], got[0].dtype), np.empty(shapes[1], got[1].dtype)
-            whole[0][:, piece], whole[1][:, :, piece] = got
-        assert whole is not None
-        return whole
+            results.append([array.copy() for array in got])  # the next step takes their memory
+        out, lse = zip(*results, strict=True)
+        return np.concatenate(out, 1), np.concatenate(lse, 2)
 
     def verify(
         self,
