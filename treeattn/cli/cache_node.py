@@ -12,7 +12,7 @@ from treeattn.mpi import job
 def command() -> int:
     """Keep keys and values for the model process, rank 0, and attend to them until it ends.
 
-    Started beside it: mpiexec -n 1 python model.py : -n 16 treeattn cache-node
+    Both in one job: mpiexec -n 1 python model.py : -n 16 treeattn cache-node
     """
     node = cache_nodes.serve()
     if not node.command:

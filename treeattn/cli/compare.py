@@ -82,9 +82,9 @@ def command(
     """Measure schemes against each other, whole steps and the reduction alone, and say which is faster.
 
     Lists make every combination; numbers also as FIRST:LAST:xFACTOR, such as 8:1Mi:x2. Without --seq-len and
-    --bytes: steps with 4096 and 65536 tokens, and reductions of 8 KiB. Beside the schemes each case has
+    --bytes: steps with 4096 and 65536 tokens, and reductions of 8 KiB. Besides the schemes, each case has
     MPI_Allreduce(SUM) of the same bytes; from GPUs the sum of each transport's own library. --cluster
-    predicts times beside. The same command again with more --repetitions adds blocks of another run.
+    adds predicted times. The same command again with more --repetitions adds blocks of another run.
     docs/measuring.md says what is timed. Exit code 1: a scheme could not run, or a result is wrong."""
     if math.isnan(seconds):  # which is in every range
         raise ArgumentError("--seconds nan is not in the range 0<x<=3600")

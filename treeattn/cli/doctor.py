@@ -26,7 +26,7 @@ from treeattn.study import environment
 @click.command("doctor")
 @output_options(wide=False, json="Write the findings here.")
 def command(output: Output) -> int:
-    """Say what treeattn finds on this machine, and how to mend what it misses.
+    """Say what treeattn finds on this machine, and how to mend what is missing.
 
     Exit code 1 if something is broken that every use needs.
     """

@@ -28,7 +28,7 @@ def command(experiments: tuple[str, ...], listing: bool, ranks_free: bool, outpu
     """Print the paper's experiments: ours, the paper's number and the model side by side (default: all).
 
     Small settings run for real on up to 4 ranks (mpiexec -n 4 treeattn paper), large ones are the model's.
-    What the numbers mean, and which of the paper's are not explained, stands in docs/paper.md.
+    What the numbers mean, and which of the paper's are not explained, is in docs/paper.md.
     """
     if listing:
         if experiments or ranks_free or output.json:

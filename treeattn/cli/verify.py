@@ -113,7 +113,7 @@ class Drafts(Problem):
         return array
 
     def _by_slots(self, array: Array) -> Array:
-        """What nodes hold: parents of a file may stand in any order."""
+        """What nodes hold, in the order of the tree: parents of a file may come in any order."""
         return array[np.arange(self.tree.batch)[:, None], self.tree.origin]
 
     def as_given(self, out: Array, lse: Array) -> tuple[Array, Array]:
