@@ -38,7 +38,7 @@ _COMMANDS = {
     "compare": "Measure schemes against each other, whole steps and the reduction alone, and say which is "
     "faster.",
     "decode": "Decode the query of INPUT over its KV cache, every rank holding a shard of the tokens.",
-    "doctor": "Say what treeattn finds on this machine, and how to mend what it misses.",
+    "doctor": "Say what treeattn finds on this machine, and how to mend what is missing.",
     "generate": "Continue a prompt: text on stdout as it comes, what was measured on stderr.",
     "paper": "Print the paper's experiments: ours, the paper's number and the model side by side "
     "(default: all).",
