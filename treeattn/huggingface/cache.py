@@ -30,6 +30,7 @@ from treeattn.huggingface import plans, saved
 from treeattn.huggingface.agreeing_ranks import check_same_tokens, follow_rank_0
 from treeattn.huggingface.layers import NOT_ATTENDED, FullAttentionLayer, SlidingWindowLayer, updated
 from treeattn.huggingface.origin import Origin
+from treeattn.huggingface.plans import Plans
 from treeattn.huggingface.remote import RemoteLayer
 from treeattn.huggingface.tensors import device_of
 from treeattn.mpi import communicators
@@ -162,12 +163,12 @@ class ShardedKV(Cache):
         return self.layers[layer_idx].update(key_states, value_states)
 
     @property
-    def plans(self) -> plans.Plans:
+    def plans(self) -> Plans:
         """How its layers are attended."""
         return plans.of(self.comm, self._reduction)
 
     @property
-    def plans_by_heads(self) -> plans.Plans:
+    def plans_by_heads(self) -> Plans:
         """The same, where each rank goes on with its heads alone."""
         return plans.of(self.comm, self._by_heads)
 
