@@ -18,7 +18,7 @@
 #   fuzz-kernels  the compiled kernels under sanitizers, on drawn shapes, strides, alignments, pages (minutes)
 #   fuzz-visible  2000 drawn cases of what a query may see, on each number of ranks (minutes)
 #   generate-demo continues 4096 tokens with a real model on 4 ranks, by tree and by ring (minutes)
-#   hf-demo       the same model by transformers over cache nodes (minutes)
+#   hf-demo       the same model by transformers over cache nodes (minutes); DEVICE=cuda: the model on a GPU
 #   faults        every row of docs/faults.md, done for real and measured (half an hour)
 #   soak          a million steps of every executor, 10,000 openings: no growth; SOAK=100000: fewer, SOAK_RANKS=64 (minutes)
 #   wheel-test    installs the package from a wheel, an sdist and clones, away from the checkout
@@ -164,8 +164,11 @@ generate-demo: $(MODEL)/config.json
 	done
 
 # The same model by transformers: one model process and 3 cache nodes, the text of transformers alone.
+DEVICE ?= cpu
+
 hf-demo: $(MODEL)/config.json .venv/.torch
-	OMP_NUM_THREADS=1 $(MPIEXEC) -n 1 $(BIN)/python tools/hf_demo.py $(MODEL) build/models/prompt.md : -n 3 $(BIN)/treeattn cache-node
+	OMP_NUM_THREADS=1 $(MPIEXEC) -n 1 $(BIN)/python tools/hf_demo.py $(MODEL) build/models/prompt.md 4096 $(DEVICE) : \
+	    -n 3 $(BIN)/treeattn cache-node
 	$(noted)
 
 # 64 tokens of the same model, over ranks, schemes, layouts, with drafts and without: all logits have one hash.

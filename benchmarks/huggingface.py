@@ -76,7 +76,7 @@ def main() -> None:
     def step(name):
         model.set_attn_implementation(name)
         spent.clear()
-        logits = counted("token", model)(token[name], past_key_values=contenders[name]).logits
+        logits = counted("token", model)(token[name], cache=contenders[name]).logits
         token[name] = logits[:, -1].argmax(-1)[:, None]
         said[name].append(int(token[name]))
         both = [sum(pair) for pair in zip(spent["attention"], spent["update"], strict=True)]

@@ -1,8 +1,9 @@
 """A model process of transformers that keeps no keys and values, against transformers alone: `make hf-demo`.
 
-mpiexec -n 1 python tools/hf_demo.py MODEL PROMPT_FILE [TOKENS] : -n 3 treeattn cache-node
+mpiexec -n 1 python tools/hf_demo.py MODEL PROMPT_FILE [TOKENS [DEVICE]] : -n 3 treeattn cache-node
 
 Continues the first TOKENS (4096) tokens of the prompt by both, greedily in float32, and compares the texts.
+The model computes on DEVICE (cpu or cuda), the nodes hold keys and values in the memory of their hosts.
 """
 
 from __future__ import annotations
@@ -26,10 +27,12 @@ def main() -> int:
 
     folder, prompt = sys.argv[1], Path(sys.argv[2]).read_text()
     tokens = int(sys.argv[3]) if len(sys.argv) > 3 else 4096
+    device = sys.argv[4] if len(sys.argv) > 4 else "cpu"
     torch.set_num_threads(1)
     tokenizer = PreTrainedTokenizerFast(tokenizer_file=f"{folder}/tokenizer.json")
-    ids = tokenizer(prompt, return_tensors="pt").input_ids[:, :tokens]
+    ids = tokenizer(prompt, return_tensors="pt").input_ids[:, :tokens].to(device)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    model.to(device)
     given = {"do_sample": False, "max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
     texts = []
     for name in ("transformers alone", f"{nodes.size} cache nodes"):
@@ -37,7 +40,7 @@ def main() -> int:
         if texts:
             model.set_attn_implementation("treeattn")
             cache = huggingface.ShardedKV(model.config, capacity=tokens + NEW, nodes=nodes)
-            out = model.generate(ids, past_key_values=cache, **given)
+            out = model.generate(ids, cache=cache, **given)
         else:
             out = model.generate(ids, **given)
         texts.append(out[0, ids.shape[1] :].tolist())

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch", reason="not installed (the extra `huggingfa
 from tests.emulator.raw_module import compiler_problem  # noqa: E402
 from tests.support.cuda_tensors import models_on_gpu  # noqa: E402
 from tests.support.tiny_models import logits_of, padded, prompt, wide  # noqa: E402
-from treeattn import huggingface  # noqa: E402
+from treeattn import cache_nodes, huggingface  # noqa: E402
 from treeattn.backends.cuda.device import Cuda  # noqa: E402
 from treeattn.cache.sharded import CacheLayer  # noqa: E402
 from treeattn.decoder import Reduction  # noqa: E402
@@ -106,6 +106,21 @@ def test_a_prompt_computed_once(comm, cache_of, folder):
 def copied_by_numpy(layer, rows):
     for array in layer.arrays:
         array[:] = np.copy(array)[rows]
+
+
+def test_a_model_whose_keys_lie_on_cache_nodes(comm):
+    """There, on hosts: what a GPU computed is sent, and the result is brought back."""
+    if comm.size == 1 or comm.library == "torch":
+        pytest.skip("cache nodes are other ranks of mpiexec")
+    if comm.rank:
+        cache_nodes.serve(comm)
+        return
+    model, given = wide("Llama", num_hidden_layers=2), {"max_new_tokens": 4, "do_sample": False}
+    wanted = model.generate(prompt(), **given).tolist()
+    model.set_attn_implementation("treeattn")
+    with cache_nodes.connect(comm) as nodes:
+        cache = huggingface.ShardedKV(model.config, capacity=64, nodes=nodes)
+        assert model.generate(prompt(), cache=cache, **given).tolist() == wanted
 
 
 FORGOTTEN = {

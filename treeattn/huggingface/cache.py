@@ -41,7 +41,7 @@ _STATES = ("linear_attention", "conv", "dummy")
 
 
 class ShardedKV(Cache):
-    """Keys and values of a model over the ranks of `comm`, for ``past_key_values=``. Creating it is
+    """Keys and values of a model over the ranks of `comm`, for ``cache=``. Creating it is
     collective.
 
     All ranks call the model with the same tokens at the same time. A layer of full attention keeps each token
@@ -78,7 +78,7 @@ class ShardedKV(Cache):
     >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="treeattn")
     >>> cache = huggingface.ShardedKV(model.config, capacity=16)
     >>> ids = torch.tensor([[1, 2, 3]])
-    >>> model.generate(ids, past_key_values=cache, max_new_tokens=2, min_new_tokens=2).shape
+    >>> model.generate(ids, cache=cache, max_new_tokens=2, min_new_tokens=2).shape
     torch.Size([1, 5])
     """
 

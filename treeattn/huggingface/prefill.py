@@ -23,7 +23,7 @@ def prefill(
 ) -> None:
     """Cache all tokens of a prompt, each rank its own: every p-th on each of p ranks. Collective.
 
-    Then ``model.generate(ids and at least one more, past_key_values=cache)`` goes on from there.
+    Then ``model.generate(ids and at least one more, cache=cache)`` goes on from there.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def prefill(
     >>> model = AutoModelForCausalLM.from_config(config, attn_implementation="treeattn")
     >>> cache, ids = huggingface.ShardedKV(model.config, capacity=64), torch.arange(16)[None]
     >>> huggingface.prefill(model, ids[:, :-1], cache)
-    >>> model.generate(ids, past_key_values=cache, max_new_tokens=2, min_new_tokens=2).shape
+    >>> model.generate(ids, cache=cache, max_new_tokens=2, min_new_tokens=2).shape
     torch.Size([1, 18])
     """
     with cache.during():
