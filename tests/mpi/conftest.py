@@ -39,6 +39,13 @@ def comm():
 
 
 @pytest.fixture
+def several(comm):
+    """Marks what one rank cannot do: contradict another, or serve it."""
+    if comm.size == 1:
+        pytest.skip("one rank is not several")
+
+
+@pytest.fixture
 def written(comm, tmp_path):
     """Called with the name of a model and changes of it: its directory, written by rank 0."""
     path = comm.bcast(tmp_path)

@@ -39,9 +39,7 @@ def test_other_ranks_in_another_layout_go_on(comm, directory):
             np.testing.assert_allclose(out, wanted, rtol=0, atol=1e-5)
 
 
-def test_what_ranks_disagree_about(comm):
-    if comm.size == 1:
-        pytest.skip("one rank agrees with itself")
+def test_what_ranks_disagree_about(comm, several):
     odd = comm.rank == comm.size - 1
     plan = {"capacity": 8, "kv_heads": 1, "head_dim": 8}
     for name, other in (("layers", 2), ("latent", True), ("v_dim", 16), ("dtype", "float32")):

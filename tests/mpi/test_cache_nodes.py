@@ -34,9 +34,7 @@ def meet(comm, model, **options):
     return None
 
 
-def test_the_example_of_connect_is_what_a_job_does(comm):
-    if comm.size == 1:
-        pytest.skip("one rank is a model process without cache nodes")
+def test_the_example_of_connect_is_what_a_job_does(comm, several):
     assert run_examples(cache_nodes.connect)
 
 
@@ -286,9 +284,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(comm):
         ("nothing", ScheduleError, "there is no scheme 'nothing'"),
     ],
 )
-def test_what_is_no_tree_is_refused_on_all(comm, scheme, error, message):
-    if comm.size == 1:
-        pytest.skip("one rank is a model process without cache nodes")
+def test_what_is_no_tree_is_refused_on_all(comm, several, scheme, error, message):
     if scheme == "ring" and comm.size < 3:
         scheme = "reduce_scatter_gather"
     with pytest.raises(error, match=message):

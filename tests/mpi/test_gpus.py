@@ -289,9 +289,7 @@ def test_trouble_with_the_query_of_one_rank_is_told_by_all(comm, runtime, monkey
         treeattn.decode(*shard(comm), comm=comm, device="cuda", scheme=how, q_root=0)
 
 
-def test_a_transport_is_chosen_never_guessed(comm, runtime):
-    if comm.size == 1:
-        return
+def test_a_transport_is_chosen_never_guessed(comm, several, runtime):
     with pytest.raises(treeattn.TransportError, match="'nccl'.*'cuda-mpi'.*'host'"):
         treeattn.decode(*shard(comm), comm=comm, device="cuda")
     mine = Reduction(transport="host" if comm.rank else "nccl")
@@ -320,10 +318,8 @@ def test_ranks_on_one_gpu_are_refused_by_all(
     assert not nccl_communicators
 
 
-def test_an_nccl_that_lacks_or_differs_on_one_rank_is_told_by_all(comm, runtime, monkeypatch):
+def test_an_nccl_that_lacks_or_differs_on_one_rank_is_told_by_all(comm, several, runtime, monkeypatch):
     """Before they meet; in one line where peers need it between nodes."""
-    if comm.size == 1:
-        return
     lacking = "no NCCL: install treeattn[nccl12]" if comm.rank == comm.size - 1 else None
     monkeypatch.setattr(nccl, "version", lambda: (2, 30 + comm.rank))
     with monkeypatch.context() as patch:

@@ -219,9 +219,7 @@ def test_bad_input_of_one_rank_raises_the_same_on_every_rank(comm, bad, message)
         ({"strict": True}, "strict differs between ranks"),
     ],
 )
-def test_what_differs_between_ranks_is_named(comm, mine, message):
-    if comm.size == 1:
-        pytest.skip("one rank agrees with itself")
+def test_what_differs_between_ranks_is_named(comm, several, mine, message):
     options = {"lse_shape": (2,), "head_dim": 8} | (mine if comm.rank == comm.size - 1 else {})
     with pytest.raises(treeattn.ArgumentError, match=message):
         treeattn.Merger(comm, **options)

@@ -183,15 +183,11 @@ K20 = np.ones((1, 20, 1, 8), np.float32)
 
 @pytest.mark.many_ranks
 @pytest.mark.parametrize(("call", "changes", "message"), DIFFERENT, ids=range(len(DIFFERENT)))
-def test_what_ranks_say_together_cannot_be(comm, call, changes, message):
-    if comm.size == 1:
-        pytest.skip("one rank cannot contradict itself")
+def test_what_ranks_say_together_cannot_be(comm, several, call, changes, message):
     raises(comm, call, message, **changes(comm.rank == comm.size - 1, comm))
 
 
-def test_a_hole_between_blocks_is_named(comm):
-    if comm.size == 1:
-        pytest.skip("one rank has no next one")
+def test_a_hole_between_blocks_is_named(comm, several):
     q, k = np.ones((2, 1, 1, 8), np.float32), np.ones((2, 3, 1, 8), np.float32)
     given = {"lengths": np.array([3, 1 if comm.rank == 0 else 3]), "rules": Rules(causal=True), "comm": comm}
     said = "sequence 1 has a hole: rank 0 holds fewer"
@@ -279,10 +275,8 @@ def test_values_that_cannot_be_are_refused_where_they_are_made(make, said):
 
 
 @pytest.mark.parametrize("scheme", ["counts twice", "a list", "lists", "nameless", "halves"])
-def test_wrong_schedules_are_refused_by_all(comm, scheme):
+def test_wrong_schedules_are_refused_by_all(comm, several, scheme):
     """Of all ranks, and of the last one alone."""
-    if comm.size == 1:
-        pytest.skip("a rank alone has no rounds to get wrong")
     rounds = star(comm.size).rounds
     made, message = {
         "counts twice": ((scheme, comm.size, 1, (rounds[0],) * 2), "twice"),
@@ -311,19 +305,15 @@ def test_schedules_that_differ_between_ranks_are_refused_by_all(comm):
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb.__name__)
-def test_ranks_at_different_calls_are_told_which(comm, verb):
+def test_ranks_at_different_calls_are_told_which(comm, several, verb):
     """Rank 0 makes a call that no other rank makes: nobody waits, or takes what was said for an answer."""
-    if comm.size == 1:
-        pytest.skip("one rank is at one call")
     with pytest.raises(StateError, match=r"rank \d is at another call") as told:
         VERBS[verb](comm=comm) if comm.rank == 0 else treeattn.ShardedCache.load("nowhere", comm)
     assert (": load; this is rank 0" in str(told.value)) == (comm.rank == 0)
     assert treeattn.decode(Q, K, V, comm=comm)[0].shape == Q.shape
 
 
-def test_a_save_beside_a_load(comm, tmp_path):
-    if comm.size == 1:
-        pytest.skip("one rank is at one call")
+def test_a_save_beside_a_load(comm, several, tmp_path):
     cache = treeattn.ShardedCache(comm, capacity=8, kv_heads=2, head_dim=8)
     with pytest.raises(StateError, match="is at another call: (load|save); "):
         cache.save(tmp_path / "new") if comm.rank else treeattn.ShardedCache.load(tmp_path, comm)

@@ -118,10 +118,8 @@ def test_steps_of_a_session(comm, tmp_path):
         assert_flat(comm, "session", step, STEPS // 100, warm=20, objects=STEPS // 100)
 
 
-def test_steps_of_cache_nodes(comm):
+def test_steps_of_cache_nodes(comm, several):
     """In jobs of some steps each, so that what nodes hold is looked at between them."""
-    if comm.size == 1:
-        pytest.skip("one rank is a model process without cache nodes")
     each = max(20, STEPS // 10_000)
 
     def step():

@@ -124,10 +124,8 @@ def test_a_second_thread_over_one_communicator(comm, run, verb):
     own.free()
 
 
-def test_a_second_thread_at_cache_nodes(comm, run):
+def test_a_second_thread_at_cache_nodes(comm, several, run):
     """It is refused in one line, and the nodes serve the first as before."""
-    if comm.size == 1:
-        pytest.skip("one rank is a model process without cache nodes")
     if comm.rank:
         cache_nodes.serve(comm)
         return

@@ -105,9 +105,7 @@ def verified(comm, **changes):
     return verify(**given | {"comm": comm, "lengths": lengths} | changes)
 
 
-def test_what_ranks_disagree_about(comm):
-    if comm.size == 1:
-        pytest.skip("one rank agrees with itself")
+def test_what_ranks_disagree_about(comm, several):
     case = Case.draw(2, comm.size)
     moved = TokenTree.from_parents(case.tree.tokens + 1, case.tree.parents, case.tree.lengths)
     for words, change in {
