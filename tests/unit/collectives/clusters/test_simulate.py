@@ -163,6 +163,13 @@ def test_arrivals_queue_at_the_port_and_at_the_processor():
     assert simulate(star(3), meshed, (0, 1, 2, 3), payload).time == pytest.approx(1 + 1)
 
 
+def test_ranks_of_a_node_share_its_cards():
+    pairs = Schedule("pairs", 4, 1, (tuple(Transfer(r, r + 2, range(1), False) for r in range(2)),))
+    for cards, last in ((2, 11.0), (1, 12.0)):
+        cluster = two_tiers(2, 2, between=10.0, bandwidth=1.0, cards=cards)
+        assert simulate(pairs, cluster, (0, 1, 2, 3), Payload(1, 1000)).time == pytest.approx(last)
+
+
 def test_tapered_uplinks_are_shared():
     pairs = Schedule("pairs", 8, 1, (tuple(Transfer(r, r + 4) for r in range(4)),))
     free = two_tiers(2, 4, between=10.0, bandwidth=1.0)
@@ -179,6 +186,17 @@ def test_tapered_uplinks_are_shared():
     wide = replace(free, tiers=(node, net, replace(net, name="world", taper=4.0)))
     far = Schedule("far", 12, 1, (tuple(Transfer(r, r + 8) for r in range(4)),))
     assert simulate(far, wide, tuple(range(12)), Payload(1, 1000)).time == pytest.approx(12.5)
+
+
+def test_what_comes_from_outside_passes_the_uplink_before_the_card():
+    """4 -> 1 waits for the uplink that 2 -> 0 has; 0 -> 1 comes meanwhile and finds the card of 1 free."""
+    cluster = two_tiers(2, 1, between=10.0, bandwidth=1.0)
+    node, net = cluster.tiers
+    cluster = replace(cluster, tiers=(node, net, replace(net, name="world", joins=3, taper=4.0)))
+    messages = tuple(Transfer(src, dst, range(1), False) for src, dst in ((2, 0), (4, 1), (0, 1)))
+    schedule, late = Schedule("made", 6, 1, (messages,)), (0.5, *[0.0] * 5)
+    found = simulate(schedule, cluster, tuple(range(6)), Payload(1, 1000), starts=late)
+    assert {f.src: f.delivered for f in found.flights} == pytest.approx({2: 12.0, 4: 14.0, 0: 11.5})
 
 
 def test_rendezvous_waits_for_the_receiver():
