@@ -146,7 +146,7 @@ def _attend(
     first = None if begins is None else begins.cpu().numpy()
     if first is not None and not first.any():
         first = None
-    by_heads, added = False, ()
+    by_heads, added = False, tuple[Any, ...]()
     if own is not None:
         own.cache.use()
         by_heads = own.is_part(q.shape[2])

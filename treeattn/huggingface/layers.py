@@ -97,7 +97,9 @@ class FullAttentionLayer(CacheLayerMixin):
         """Raise `StateError` where an earlier call ended between two layers, or between `update` and
         attention."""
         first = self.cache.first
-        if self.slots != self.held or (self is not first and self.slots + new != first.slots):
+        if self.slots != self.held or (
+            first is not None and first is not self and self.slots + new != first.slots
+        ):
             raise StateError("the cache was left half filled by a call that failed: cache.reset() empties it")
 
     def get_seq_length(self) -> int:
