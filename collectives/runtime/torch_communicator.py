@@ -85,6 +85,7 @@ class TorchCommunicator:
             placed = comm.allgather((place, dist.get_rank()))
             node = next(rank for other, rank in placed if other == place)
             known.members = tuple(comm.allgather(Member.here(dist.get_rank(), node)))
+            known.owner.let_go()  # whichever thread comes first has it
         communicator.introduce(dist.get_rank(), dist.get_world_size(), known.members)
         _groups[group] = known
         return comm

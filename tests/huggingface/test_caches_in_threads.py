@@ -13,8 +13,7 @@ torch = pytest.importorskip("torch", reason="not installed (the extra `huggingfa
 from tests.support.tiny_models import made, prompt  # noqa: E402
 from treeattn import huggingface  # noqa: E402
 from treeattn.errors import StateError  # noqa: E402
-from treeattn.huggingface import attention, layers  # noqa: E402
-from treeattn.mpi import communicators  # noqa: E402
+from treeattn.huggingface import attention, layers, plans  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
 
@@ -89,7 +88,7 @@ def test_two_caches_in_two_threads(models, run, in_step):
         assert wanted[0][9:] != wanted[1][9:]
 
         def write(one):
-            cache = huggingface.ShardedKV(model.config, communicators.alone(), capacity=64)
+            cache = huggingface.ShardedKV(model.config, plans.alone().comm, capacity=64)
             return text(model, one, cache)
 
         assert run(*(lambda one=one: write(one) for one in ids)) == wanted

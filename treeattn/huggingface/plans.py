@@ -135,10 +135,14 @@ def alone() -> Plans:
     """Those of what a rank has whole, of this thread: nothing is sent. Where torch started the ranks, MPI is
     not asked."""
     started = dist.is_available() and dist.is_initialized()
-    comm = _alone(dist.group.WORLD if started else None)
+    with _making:
+        comm = _alone(dist.group.WORLD if started else None)
     if _here.plans is None or _here.plans.comm is not comm:
         _here.plans = Plans(comm, Reduction())
     return _here.plans
+
+
+_making = threading.Lock()  # two threads at once would make one group twice, which torch refuses
 
 
 @functools.lru_cache(maxsize=1)  # groups may be destroyed, and others made
