@@ -311,11 +311,6 @@ class AttentionContract:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
-            ({"q": zeros(1, 1, 3, 64)}, "q has shape"),
-            ({"q": zeros(1, 1, 64)}, "q has shape"),
-            ({"k": zeros(1, 9, 2, 64, dtype=np.float16)}, "k is float16 but v is float32"),
-            ({"v": zeros(1, 8, 2, 64)}, "must be|shape"),
-            ({x: zeros(1, 9, 3, 64) for x in "kv"}, "share"),
             ({"k": zeros(1, 9, 2, 128)[..., ::2]}, "last axis of k must be contiguous"),
             ({"q": zeros(1, 1, 2, 64, dtype=np.int8)}, "q (is )?int8"),
             ({"records": zeros(1, 2, 1, 132)[..., ::2]}, "C-contiguous"),

@@ -11,7 +11,6 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike
 
-from treeattn import bins, partial
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 
@@ -29,6 +28,9 @@ DTYPES = {
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 CACHE_DTYPES = DTYPES | {name: np.dtype(getattr(ml_dtypes, name)) for name in FLOAT8}
 MAX_HEAD_DIM = 576
+# Names of what is looked at in steps: NumPy spells one out anew each time, and keeps some of it.
+_NAMES = {dtype: name for name, dtype in CACHE_DTYPES.items()}
+_NAMES |= {np.dtype(name): name for name in ("uint8", "uint16")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +203,7 @@ class Shape:
         return np.ascontiguousarray(read_lengths(lengths, self.batch, tokens), np.int64)
 
     def _check_elements(self, name: str, array: Array, dtype: str) -> None:
-        if array.dtype != CACHE_DTYPES[dtype] and str(array.dtype) != bits_of(dtype):
+        if array.dtype != CACHE_DTYPES[dtype] and _NAMES.get(array.dtype, "") != bits_of(dtype):
             raise ArgumentError(
                 f"{name} is {array.dtype}, expected {dtype}: k and v are of one type; a Decoder takes the "
                 "types it is planned for (dtype=, bfloat16 unless named; dtype= of its CacheFormat)"
@@ -282,7 +284,7 @@ def dtype_name(array: Array, dtype: str | None = None, served: Mapping[str, np.d
     """
     if dtype is not None and dtype not in served:
         raise ArgumentError(f"dtype {dtype!r} is not supported: use one of {', '.join(served)}")
-    name = str(array.dtype)
+    name = _NAMES.get(array.dtype) or str(array.dtype)
     if name == "uint8" and served is CACHE_DTYPES:
         if dtype in FLOAT8:
             return str(dtype)
@@ -311,7 +313,7 @@ def as_tensor(name: str, array: Array, dtype: str | None = None) -> Array:
     if name == "q" and array.dtype == np.uint16:
         dtype = "bfloat16"
     found = dtype_name(array, dtype, DTYPES if name == "q" else CACHE_DTYPES)
-    if str(array.dtype) == bits_of(found):
+    if array.dtype != CACHE_DTYPES[found]:
         array = array.view(CACHE_DTYPES[found])
     check_axes(name, array)
     return array
@@ -359,28 +361,3 @@ def values_of(k: Array, v: Array | None, v_dim: int | None, scale: float | None)
         raise ArgumentError("v is missing: pass it, or Shard(v_dim=), how many channels of k are the values")
     check_latent(v_dim, k.shape[3], scale)
     return k[..., :v_dim]
-
-
-def check_shapes(q: Array, k: Array, v: Array, records: Array, *, paged: bool = False) -> None:
-    """Raise `ArgumentError` unless q, k and v belong together and to the records, on whatever device. paged:
-    k and v are [pages, page_size, ..]."""
-    batch, heads, queries, width = records.shape
-    v_dim = (width - bins.EXTRA) // 2 if records.dtype == np.int64 else width - partial.EXTRA
-    if q.ndim != 4 or q.shape[:3] != (batch, queries, heads):
-        raise ArgumentError(
-            f"q has shape {q.shape}: [batch, queries, heads, head_dim] is {(batch, queries, heads)} and any"
-        )
-    axes, first = ("pages, page_size", "any") if paged else ("batch, tokens", batch)
-    if k.ndim != 4 or k.shape[3] != q.shape[3] or (k.shape[1] == 0 if paged else k.shape[0] != batch):
-        raise ArgumentError(
-            f"k {k.shape} must be [{axes}, kv_heads, head_dim] = [{first}, any, any, {q.shape[3]}]"
-        )
-    if v.shape != (*k.shape[:3], v_dim):
-        raise ArgumentError(
-            f"v {v.shape} must be [{axes}, kv_heads, v_dim] = {[*k.shape[:3], v_dim]}, as k and the "
-            "records are"
-        )
-    if k.shape[2] == 0 or heads % k.shape[2]:
-        raise ArgumentError(f"{heads} query heads cannot share {k.shape[2]} KV heads: it must be a multiple")
-    if k.dtype != v.dtype:
-        raise ArgumentError(f"k is {k.dtype} but v is {v.dtype}")

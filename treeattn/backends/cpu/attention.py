@@ -19,7 +19,7 @@ import numpy as np
 
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import CheckedTable, as_table
-from treeattn.attention.shape import CACHE_DTYPES, FLOAT8, check_shapes
+from treeattn.attention.shape import CACHE_DTYPES, FLOAT8
 from treeattn.backends.cpu import bins, blocked, compile
 from treeattn.backends.cpu.records import address, check_records, code_address
 from treeattn.backends.cpu.tables import PlannedTables
@@ -96,8 +96,8 @@ class PlannedAttention:
     of any strides but a contiguous last axis: float32, float16, bfloat16 or uint16 (its bits), float64, and k
     and v also of 8 bits. Head h reads KV head h // (heads // kv_heads). lengths: [batch] integers, the valid
     tokens; None: all; what lies beyond is never read. block_table: integers [batch, pages of a sequence], -1
-    for none; k and v are then [pages, page_size, ..], and lengths are needed, if not in `tables`. Raises
-    `ArgumentError`.
+    for none; k and v are then [pages, page_size, ..], and lengths are needed, if not in `tables`. Their shapes
+    are the caller's to check, as `Device.check` does; other things that do not fit raise `ArgumentError`.
 
     Calling it with the arrays of the last call (the same objects) derives nothing again; a block table is
     looked at where it changed. It keeps references to them and to its workspace until the next call.
@@ -228,8 +228,8 @@ class PlannedAttention:
         self, q: Array, k: Array, v: Array, lengths: Array | None, block_table: Array | None
     ) -> None:
         _check_lengths(lengths, int(self._arguments.tokens))
-        if k.dtype == np.uint8 and self._bits is not None:
-            k, v = k.view(self._bits), v.view(self._bits)
+        if self._bits is not None:
+            k, v = (array.view(self._bits) for array in (k, v))
         attend: Callable[..., None] = blocked.partial_attention
         if self._arguments.reproducible:
             attend = functools.partial(bins.attend, whole_blocks=self._arguments.reproducible == 2)
@@ -242,8 +242,7 @@ class PlannedAttention:
 
     def _bind(self, q: Array, k: Array, v: Array, block_table: Array | None) -> None:
         self._bound = None
-        a, paged = self._arguments, block_table is not None
-        check_shapes(q, k, v, self._records, paged=paged)
+        a = self._arguments
         a.q_type, a.kv_type = _element_types(q, k, v, self._records, self._bits)
         for scales in self._scales:
             if scales is not None and scales.shape != k.shape[2:3]:

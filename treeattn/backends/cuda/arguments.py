@@ -8,7 +8,6 @@ import numpy as np
 
 from treeattn import partial
 from treeattn.attention.mask_tables import MaskTables
-from treeattn.attention.shape import check_shapes
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.backends.cuda.variants import TYPES, check_head_dim
 from treeattn.errors import ArgumentError
@@ -35,7 +34,6 @@ def check_inputs(
     batch, v_dim = records.shape[0], records.shape[3] - partial.EXTRA
     if q.dtype.name not in TYPES:
         raise wrong_type("q", q)
-    check_shapes(q, k, v, records, paged=block_table is not None)
     if block_table is not None:
         check_table(block_table, batch)
     check_head_dim(q.shape[3], v_dim)
