@@ -96,7 +96,7 @@ class PlannedAttention:
     of any strides but a contiguous last axis: float32, float16, bfloat16 or uint16 (its bits), float64, and k
     and v also of 8 bits. Head h reads KV head h // (heads // kv_heads). lengths: [batch] integers, the valid
     tokens; None: all; what lies beyond is never read. block_table: integers [batch, pages of a sequence], -1
-    for none; k and v are then [pages, page_size, ..], and lengths are needed, if not in `tables`. Their shapes
+    for none; k and v are then [pages, page_size, ..], and lengths are needed, if not in `tables`. Shapes
     are the caller's to check, as `Device.check` does; other things that do not fit raise `ArgumentError`.
 
     Calling it with the arrays of the last call (the same objects) derives nothing again; a block table is
