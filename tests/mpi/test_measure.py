@@ -75,8 +75,7 @@ def test_loop_notes_every_instant_on_one_clock(comm):
     assert 0 <= times.late <= 4
     samples = times.samples(("first", "second"))
     assert all(len(values) == 4 for values in samples.values())
-    completion, slowest = (np.array(samples[name]) for name in ("completion", "slowest"))
-    assert (completion >= slowest - 1e-3 * times.clock_error).all()
+    completion = np.array(samples["completion"])
     assert (np.array(samples["after_last_entry"]) <= completion).all()
     assert completion.max() < 1e8  # the seconds that the clocks differ by are gone
 
