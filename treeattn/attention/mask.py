@@ -85,16 +85,6 @@ class Rules:
         return rules
 
     @property
-    def left(self) -> int | None:
-        """How far before the query the window reaches; None is unbounded."""
-        return None if self.window is None else self.window[0]
-
-    @property
-    def right(self) -> int | None:
-        """How far behind the query the window reaches; None is unbounded."""
-        return None if self.window is None else self.window[1]
-
-    @property
     def positional(self) -> bool:
         """Whether the position of a query matters."""
         return self.causal or self.window is not None or self.alibi is not None
