@@ -137,7 +137,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "library": ({"scheme": "mpi_allreduce"}, TransportError, "'host'"),
     "nccl_allreduce on a CPU": (
-        {"scheme": "nccl_allreduce", "device": "cpu"}, RestrictionError, "mpi_allreduce",
+        {"scheme": "nccl_allreduce", "device": "cpu"}, RestrictionError, "take a schedule",
     ),
 }  # fmt: skip
 
