@@ -214,4 +214,4 @@ with emulated.gpus():
 @pytest.mark.parametrize("transport", ["peer", "cuda-mpi"])
 def test_the_doctors_trial_of_two_ranks_is_right(transport):
     done = run("-c", DOCTOR, transport, ranks=2, EMULATED_CUDA_MPI="1")
-    assert done.stdout.split() == ["right", "right"]
+    assert re.findall("right|wrong", done.stdout) == ["right"] * 2  # in lines of their own, or in one

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import resource
 import statistics
 import sys
 from collections.abc import Iterator
@@ -174,6 +173,12 @@ class TextStream:
             print(text, end="", flush=True)
 
 
+def _peak_bytes() -> int:
+    """Of this program's pages; getrusage counts those of its parent, too, out of which it was forked."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
 def _measured(world: MpiCommunicator, session: Session, made: Continuation) -> dict[str, Any]:
     """What was measured on all ranks, seconds on this one. Collective."""
     steps, prompt = sorted(made.step_s), len(session.prompt_tokens)
@@ -181,7 +186,7 @@ def _measured(world: MpiCommunicator, session: Session, made: Continuation) -> d
         "attention_s": made.attention_s if session.model.device.name == "cpu" else None,
         "cache_bytes": session.cache_bytes,
         "weight_bytes": session.model.weight_bytes,
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_bytes": _peak_bytes(),
         "sent_bytes_per_token": _sent(session, session.decoder),
         "sent_bytes_per_tree": _sent(session, session.tree_decoder),
     }
