@@ -67,7 +67,7 @@ models = OMP_NUM_THREADS=1 $(job) tests/huggingface
 torchrun = OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo timeout -k 10 1800 $(BIN)/torchrun --standalone --nproc-per-node $(1) \
 	-m pytest -p no:pytest_mpi -x -q tests/huggingface
 
-.PHONY: help demo test test-quick test-deep test-models test-kernels test-changed-kernels test-changed test-mpi test-openmpi test-abi test-cluster
+.PHONY: help demo test test-quick test-deep test-models test-kernels test-changed test-mpi test-openmpi test-abi test-cluster
 .PHONY: gpu slurm-test faults soak test-bits bits-model fuzz fuzz-kernels fuzz-visible generate-demo hf-demo cluster-demo cluster-calibrated coverage lint wheel-test release-check
 .PHONY: docs venv links amd-compiler clean
 
@@ -109,9 +109,6 @@ test-mpi: .venv/.tests
 test-kernels: .venv/.tests
 	$(PYTEST) -n $(JOBS) --dist loadfile -m deep tests/unit/backends tests/emulator tests/compile_matrix
 	$(noted)
-
-test-changed-kernels: .venv/.tests
-	@$(BIN)/python tools/passed.py test-kernels || $(MAKE) -s test-kernels
 
 # What the gate leaves out and files of which changed since it passed, as far as it is done within so many seconds.
 WITHIN ?= 400
