@@ -98,7 +98,7 @@ def test_an_interval_ends_where_wilcoxon_does(count):
 
 
 def test_no_difference_at_all():
-    assert p_value([0.0] * 7) == 1
+    assert p_value([0.0] * 7) == p_value([0.0]) == p_value([0.5]) == 1
     assert hodges_lehmann([0.0] * 7) == (1, 1, 1)
     assert hodges_lehmann([0.5])[1:] == (None, None)
 

@@ -139,6 +139,8 @@ def interval(times: Sequence[float]) -> tuple[float | None, float | None]:
 
 def p_value(logs: Sequence[float]) -> float:
     """Two-sided, of Wilcoxon's signed ranks: of no difference."""
+    if len(logs) < 2:  # of one difference scipy says so itself, but for 0, which it refuses
+        return 1.0
     return float(extra("scipy.stats").wilcoxon(logs, zero_method="zsplit").pvalue)
 
 
