@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
+transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
 torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
 
 from tests.support.tiny_models import made, padded, prompt  # noqa: E402
@@ -137,8 +137,10 @@ def test_another_text(loaded):
     embeds = model.get_input_embeddings()(ids)
     with pytest.raises(ArgumentError, match="ids of the text .inputs_embeds.* cannot be compared"):
         model.generate(inputs_embeds=embeds, attention_mask=mask, past_key_values=kv, **GREEDY)
-    with pytest.raises(ArgumentError, match=r"begin at slots \[0, 5\], those of this call at \[0, 0\]"):
-        model.generate(ids, past_key_values=loaded(model), attention_mask=torch.ones_like(ids), **GREEDY)
+    with pytest.raises(ArgumentError, match="saved of another text: pass ids and padding"):
+        model.generate(ids, past_key_values=kv, attention_mask=torch.ones_like(ids), **GREEDY)
+    got = model.generate(ids, past_key_values=kv, attention_mask=mask, **GREEDY)  # it is as it was
+    assert got.tolist() == wanted
     for pads in (ids, ids.masked_fill(mask == 0, 5)):  # what stands under padding is no text
         kv = loaded(model)
         got = model.generate(pads, attention_mask=mask, past_key_values=kv, **GREEDY)
@@ -238,6 +240,34 @@ def test_a_second_turn_of_another_text(comm):
     kv.crop(-(kv.get_seq_length() - 7))
     got = model.generate(other, past_key_values=kv, **GREEDY)
     assert got.tolist() == made("Llama").generate(other, **GREEDY).tolist()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_a_second_turn_of_another_padding(comm, family):
+    """It is refused before the cache changes, also where every layer has a window."""
+    model, ids, mask = made(family, "treeattn"), prompt(2, 12), padded(prompt(2, 12))
+    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+    text = model.generate(ids, attention_mask=mask, cache=kv, **GREEDY)
+    longer = torch.cat([text, prompt(2, 2, seed=6)], 1)
+    mask = torch.cat([mask, torch.ones_like(longer[:, 12:])], 1)
+    with pytest.raises(ArgumentError, match="another text, from slot 0 of row 1 on: pass ids and padding"):
+        model.generate(longer, attention_mask=torch.ones_like(longer), cache=kv, **GREEDY)
+    got = model.generate(longer, attention_mask=mask, cache=kv, **GREEDY)
+    assert got.tolist() == made(family).generate(longer, attention_mask=mask, **GREEDY).tolist()
+
+
+def test_what_a_configuration_leaves_open_the_models_own_says(comm):
+    model, ids = made("Llama", "treeattn"), prompt(1, 10)
+    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+    given = {"generation_config": transformers.GenerationConfig(max_new_tokens=4), "cache": kv}
+    model.generation_config.use_cache = False
+    with pytest.raises(ArgumentError, match="use_cache=False"):
+        model.generate(ids, **given)
+    model.generation_config.use_cache = None
+    model.generation_config.num_beams = model.generation_config.num_return_sequences = 3
+    model.generate(ids, **given)
+    kv.crop(10 - kv.get_seq_length())
+    assert model.generate(torch.cat([ids, prompt(1, 3, seed=5)], 1), **given).shape == (3, 17)
 
 
 def test_weights_that_differ_between_ranks(comm, tmp_path):

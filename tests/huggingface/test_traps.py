@@ -313,6 +313,65 @@ def test_a_cache_that_a_failed_call_left_half_filled(comm, monkeypatch, cache):
     assert_close(got, made("Llama")(prompt()).logits)
 
 
+def fail(*_):
+    """A hook that raises what nothing else does."""
+    raise ZeroDivisionError
+
+
+def failing(model, number, ids, cache):
+    """Call a model whose layer of this number fails."""
+    hook = model.model.layers[number].register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError), torch.no_grad():
+        model(ids, cache=cache)
+    hook.remove()
+
+
+def test_windows_that_a_failed_call_left_behind(comm):
+    kinds = ["full_attention", "full_attention", "sliding_attention", "sliding_attention"]
+    model = made("Gemma 3", "treeattn", layer_types=kinds)
+    cache = huggingface.ShardedKV(model.config, comm, capacity=64)
+    with torch.no_grad():
+        model(prompt(1, 20), cache=cache)
+    failing(model, 2, prompt(1, 4), cache)
+    refused("half filled", model, prompt(1, 3), cache=cache)
+
+
+def test_latents_of_a_failed_call_are_not_those_of_the_next(comm, monkeypatch):
+    """Which has another cache."""
+    model, ids = made("DeepSeek-V3", "treeattn"), prompt(1, 3, seed=7)
+    cache = huggingface.ShardedKV(model.config, comm, capacity=64)
+    with torch.no_grad():
+        model(prompt(1, 10), cache=cache)
+        monkeypatch.setattr(model.model.layers[0].self_attn, "expand_kv", fail)
+        with pytest.raises(ZeroDivisionError):
+            model(prompt(1, 3), cache=cache)
+        monkeypatch.undo()
+        got = model(ids, cache=transformers.DynamicCache(config=model.config)).logits
+    assert_close(got, made("DeepSeek-V3")(ids).logits)
+    refused("half filled|attend to them", model, ids, cache=cache)
+
+
+def test_a_batch_that_comes_back_after_one_that_failed(comm, tmp_path):
+    model = made("Llama", "treeattn")
+    cache = huggingface.ShardedKV(model.config, comm, capacity=64)
+    failing(model, 1, prompt(2, 8), cache)
+    for rows in (3, 2):
+        cache.reset()
+        model.generate(prompt(rows, 8), cache=cache, max_new_tokens=2)
+    cache.save(comm.bcast(tmp_path))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_rows_are_repeated_and_counted(comm, family):
+    model, ids = made(family, "treeattn"), prompt(1, 12)
+    cache = huggingface.ShardedKV(model.config, comm, capacity=64)
+    cache.batch_repeat_interleave(3)  # of nothing
+    with torch.no_grad():
+        model(ids, cache=cache)
+        cache.batch_repeat_interleave(3)
+        refused("3 texts, these are 2", model, prompt(2, 1), cache=cache)
+
+
 def test_keys_that_were_changed_on_the_way_are_noticed_at_once(model, cache):
     """By attention, which gets them without their layer. The next call is served."""
     attention = ALL_ATTENTION_FUNCTIONS["treeattn"]

@@ -19,13 +19,13 @@ from treeattn.cli import commands
 ROOT = Path(__file__).resolve().parents[2]
 #: Folders -> lines of Python.
 LINES = {
-    ("treeattn", "collectives"): 35_120,
-    ("tests",): 36_530,
+    ("treeattn", "collectives"): 35_200,
+    ("tests",): 36_700,
     ("benchmarks",): 1_967,
     ("tools",): 438,
     ("jobs",): 1_038,
 }
-STATEMENTS = 20_960  # of the package
+STATEMENTS = 21_030  # of the package
 WORDS = 22_000  # of docs and README
 COMMANDS = 16
 OPTIONS = {"compare": 16, "simulate": 14, "generate": 12}

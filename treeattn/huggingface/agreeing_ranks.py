@@ -58,7 +58,7 @@ def let_generate_agree(caches: type[Any]) -> None:
         cache = named["cache"] = named.pop(name)  # with its name of before transformers would warn
         bound = signature.bind(model, *given, **named)
         with cache.during():
-            cache.origin.begin(cache, model, _text(cache, model, bound.arguments))
+            cache.origin.begin(cache, model, *_text(cache, model, bound.arguments))
             others = bound.arguments.get("logits_processor") or ()
             bound.arguments["logits_processor"] = LogitsProcessorList([*others, AgreeingRanks(cache)])
             found = generate(*bound.args, **bound.kwargs)
@@ -69,14 +69,16 @@ def let_generate_agree(caches: type[Any]) -> None:
     GenerationMixin.generate = agreeing
 
 
-def _text(cache: Any, model: Any, given: dict[str, Any]) -> Any:
+def _text(cache: Any, model: Any, given: dict[str, Any]) -> tuple[Any, Any]:
     """The ids that generate() is `given`, a row for each that it makes of them, or None where they are not
-    all there is to the text. Raises `ArgumentError` for what would be another text than without the cache."""
+    all there is to the text; and their mask, None where generate() makes it itself. Raises `ArgumentError`
+    for what would be another text than without the cache."""
     more = given["kwargs"]
-    config = given.get("generation_config") or model.generation_config
+    configs = given.get("generation_config"), model.generation_config
 
-    def asked(name: str) -> Any:
-        return more[name] if name in more else getattr(config, name, None)
+    def asked(name: str) -> Any:  # as generate() asks: what one leaves open, the next says
+        found = (more.get(name), *(getattr(config, name, None) for config in configs))
+        return next((one for one in found if one is not None), None)
 
     if asked("use_cache") is False:
         raise ArgumentError("use_cache=False would cache every token anew: leave the cache out")
@@ -84,15 +86,19 @@ def _text(cache: Any, model: Any, given: dict[str, Any]) -> Any:
         raise ArgumentError("max_time: ranks would stop at different tokens; pass max_new_tokens")
     ids, slots = given.get("inputs", more.get("input_ids")), cache.get_seq_length()
     if ids is None:
-        return None
+        return None, None
     if ids.shape[1] <= slots:
         raise ArgumentError(
             f"the cache has {slots} slots already and the text {ids.shape[1]} tokens: pass one that begins "
             "with those of the cache and goes on, or reset() it"
         )
     if any(torch.is_tensor(one) and one.is_floating_point() for one in more.values()):
-        return None
-    return ids.repeat_interleave(max(asked("num_beams") or 1, asked("num_return_sequences") or 1), 0)
+        return None, None
+    rows = max(asked("num_beams") or 1, asked("num_return_sequences") or 1)
+    mask = more.get("attention_mask")
+    if not torch.is_tensor(mask) or mask.shape != ids.shape:
+        mask = None
+    return ids.repeat_interleave(rows, 0), None if mask is None else mask.repeat_interleave(rows, 0)
 
 
 def follow_rank_0(comm: Any, device: torch.device, given: Any = None) -> Any:

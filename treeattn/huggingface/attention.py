@@ -53,6 +53,10 @@ def attention(
     last = updated()
     given, last.layer = last.layer, None
     layer, waited, latents = getattr(key, "treeattn", None), None, None
+    if given is not None and isinstance(attention_mask, Mask) and not torch.compiler.is_compiling():
+        dealt = given.cache.dealt
+        if attention_mask.keys != given.slots - (dealt.tokens - given.new if dealt else 0):
+            given = None  # of a call that failed: this one has another cache
     cache = getattr(layer or given, "cache", None)
     if cache is not None:
         waited, cache.waiting = cache.waiting, None
@@ -72,6 +76,9 @@ def attention(
     if isinstance(layer, SlidingWindowLayer):
         layer.check_window(sliding_window)
         end = layer.slots
+        if begins is not None and not torch.compiler.is_compiling() and layer.cache.dealt is None:
+            at, gone = end - query.shape[2], end - key.shape[2]
+            layer.cache.origin.check_padding(begins.cpu().numpy(), at, len(begins), gone)
     elif layer is not None:
         own, end = layer, layer.slots
         new = _is_new(layer, module, layer is waited)

@@ -129,6 +129,7 @@ class ShardedKV(Cache):
         self.latent = bool(getattr(text, "kv_lora_rank", None))
         full = [n for n, layer in enumerate(layers) if isinstance(layer, FullAttentionLayer)]
         self.first = layers[full[0]] if full else None  # layer of full attention
+        self.counted = next((one for one in layers if isinstance(one, tuple(_ATTENTION.values()))), None)
         wide = [[getattr(one, name, None) for name in ("head_dim", "num_key_value_heads")] for one in configs]
         for n in full:
             layers[n].alike = sum(wide[n] == wide[other] for other in full)
@@ -273,6 +274,11 @@ class ShardedKV(Cache):
         self.owner.check()
         updated().layer = self.waiting = None
         self.follows, self.origin = False, Origin()
+        full = [layer for layer in self.layers if isinstance(layer, FullAttentionLayer)]
+        if any(layer.held != full[0].held for layer in full):  # some have their shards of a kind, some not
+            self._shards.clear()
+            for layer in full:
+                layer.shard = None
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -292,8 +298,9 @@ class ShardedKV(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row `repeats` times, one after the other."""
-        rows = next(len(layer.shard.totals) for layer in self.layers if getattr(layer, "shard", None))
-        self.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
+        held = (layer.rows() for layer in self.layers if hasattr(layer, "rows"))
+        if rows := next(filter(None, held), 0):
+            self.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
 
     def update_conv_state(self, *given: Any, **named: Any) -> Any:
         """Update the convolution's state of a recurrent layer, whole on every rank."""

@@ -26,6 +26,8 @@ NOT_ATTENDED = (
     "transformers' attention interface, has another attn_implementation, or changed the keys on the way"
 )
 
+_HALF_FILLED = "the cache was left half filled by a call that failed: cache.reset() empties it"
+
 
 class _Updated:
     """The layer that was given new tokens last, until something attends."""
@@ -100,7 +102,7 @@ class FullAttentionLayer(CacheLayerMixin):
         if self.slots != self.held or (
             first is not None and first is not self and self.slots + new != first.slots
         ):
-            raise StateError("the cache was left half filled by a call that failed: cache.reset() empties it")
+            raise StateError(_HALF_FILLED)
 
     def get_seq_length(self) -> int:
         """Slots of the whole sequence, on whichever ranks."""
@@ -130,6 +132,10 @@ class FullAttentionLayer(CacheLayerMixin):
         """Row i goes on with what row beam_idx[i] was."""
         if self.shard is not None:
             self.shard.select(beam_idx.cpu().numpy())
+
+    def rows(self) -> int:
+        """How many there are, 0 before the first tokens."""
+        return 0 if self.shard is None else len(self.shard.totals)
 
     def append(self, k: Any, v: Any = None, tokens: int | None = None) -> None:
         """Add the next tokens, [batch, tokens, kv_heads, dim], of which this rank keeps its own; of latents
@@ -217,12 +223,24 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         """What is in the window of the new tokens, with this layer attached."""
         dealt = self.cache.dealt
         if dealt is None:
+            first: Any = self.cache.counted
+            if self.rows() not in (0, len(key_states)):
+                raise ArgumentError(
+                    f"the cache holds {self.rows()} texts, these are {len(key_states)}: reset() it"
+                )
+            unseen = torch.compiler.is_compiling() or first is self
+            if not unseen and self.slots + key_states.shape[2] != first.slots:
+                raise StateError(_HALF_FILLED)
             keys, values = super().update(key_states, value_states)
             return carrying(self, keys), values
         kept = dealt.tokens if self.record_past else min(dealt.tokens, self.sliding_window)
         super().update(dealt.last(key_states, kept), dealt.last(value_states, kept))
         self.cumulative_length = dealt.tokens
         return carrying(self, key_states), value_states
+
+    def rows(self) -> int:
+        """How many there are, 0 before the first tokens."""
+        return len(self.keys) if self.is_initialized else 0
 
     def check_window(self, window: int | None) -> None:
         """Raise `ArgumentError` where attention has another one and tokens are gone: the cache was made for

@@ -16,6 +16,11 @@ from treeattn.errors import ArgumentError, StateError
 #: Slots that are looked at at once.
 _BLOCK = 256
 
+_COMPUTED = (
+    "something else than 'treeattn' computed with its mask: the model does not go through transformers' "
+    "attention interface"
+)
+
 
 class Mask:
     """What `mask` made. begins int64 [batch]: the first of the keys of each sequence that is no padding;
@@ -29,10 +34,15 @@ class Mask:
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
         """Raise `StateError`: torch calls it where something else computes with it."""
-        raise StateError(
-            "something else than 'treeattn' computed with its mask: the model does not go through "
-            "transformers' attention interface"
-        )
+        raise StateError(_COMPUTED)
+
+    def __getitem__(self, _: Any) -> Any:
+        """Raise `StateError`."""
+        raise StateError(_COMPUTED)
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise `AttributeError` with the same words."""
+        raise AttributeError(f"{name}: {_COMPUTED}")
 
 
 def mask(

@@ -13,6 +13,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from treeattn.errors import ArgumentError, StateError
+from treeattn.huggingface.mask import begins_of
 from treeattn.mpi.agreement import Agreement
 
 if TYPE_CHECKING:
@@ -46,23 +47,26 @@ class Origin:
         self._weights: str | None = None
         self._ids: torch.Tensor | None = torch.empty(0, 0, dtype=torch.int64)  # None: there is more to it
 
-    def begin(self, cache: ShardedKV, model: Any, ids: torch.Tensor | None) -> None:
+    def begin(self, cache: ShardedKV, model: Any, ids: torch.Tensor | None, mask: Any = None) -> None:
         """Check before `model` goes on with `ids` [rows, tokens], which begin with those of the cache; None
-        where they do not say it all. Collective.
+        where they do not say it all. mask [rows, tokens]: with zeros for padding, where it is known already.
+        Collective.
 
-        Raises `ArgumentError`, the same on every rank, where the cache holds tokens of other ids, or was
-        saved by another model.
+        Raises `ArgumentError`, the same on every rank and before the cache changes, where it holds tokens of
+        other ids or another padding, or was saved by another model.
         """
         slots = cache.get_seq_length()
         before, weights = self.text(slots), weights_digest(model)
-        text = None if ids is None else self._masked(ids[:, :slots])
         with Agreement(cache.comm):
+            begins = None if mask is None else begins_of(mask, mask.shape[1]).numpy()
+            text = None if ids is None else _masked(ids[:, :slots], self.begins if begins is None else begins)
             if self.saved is not None:
                 _compare(self.saved, cache.comm, text, weights)
                 before, self._weights = text, weights
             elif slots and text is not None and before is not None:
                 _check_same_text(before, text)
         self.saved = None
+        self.begins = self.begins if begins is None else begins
         self._weights = weights if slots == 0 or weights == self._weights else None
         self._ids = None if ids is None or before is None else ids[:, :slots]
 
@@ -71,28 +75,27 @@ class Origin:
         if self._ids is not None and ids.shape[1] == slots:
             self._ids = ids
 
-    def check_padding(self, begins: Any, at: int, rows: int) -> None:
-        """Raise `ArgumentError` where a row that has begun before slot `at` would begin elsewhere now.
-        begins: int64 [rows], or None where all begin at once."""
+    def check_padding(self, begins: Any, at: int, rows: int, gone: int = 0) -> None:
+        """Raise `ArgumentError` where a row that has begun before slot `at` would begin elsewhere now, or
+        there are other rows. begins: int64 [rows], counted from slot `gone`, or None where all begin at
+        once."""
         begins = np.zeros(rows, np.int64) if begins is None else begins
-        if self.begins is not None and at and (begins != self.begins)[self.begins < at].any():
-            raise ArgumentError(
-                f"rows of the cache begin at slots {self.begins.tolist()}, those of this call at "
-                f"{begins.tolist()}: pass the attention_mask of the whole text"
-            )
-        self.begins = begins
+        if self.begins is not None and at:
+            if len(begins) != len(self.begins):
+                raise ArgumentError(f"the cache holds {len(self.begins)} texts, these are {rows}: reset() it")
+            if (begins != np.maximum(self.begins - gone, 0))[self.begins < at].any():
+                raise ArgumentError(
+                    f"rows of the cache begin at slots {self.begins.tolist()}, those of this call at "
+                    f"{(begins + gone).tolist()}: pass the attention_mask of the whole text"
+                )
+        if not gone:
+            self.begins = begins
 
     def text(self, slots: int) -> torch.Tensor | None:
         """int64 [rows, slots] with -1 for padding, or None where it is not known."""
         if self._ids is None or self._ids.shape[1] < slots or self.saved is not None:
             return None
-        return self._masked(self._ids[:, :slots])
-
-    def _masked(self, ids: torch.Tensor) -> torch.Tensor:
-        ids = ids.cpu().long()
-        if self.begins is None or len(self.begins) != len(ids):
-            return ids
-        return torch.where(torch.arange(ids.shape[1]) < torch.from_numpy(self.begins)[:, None], -1, ids)
+        return _masked(self._ids[:, :slots], self.begins)
 
     def described(self, cache: ShardedKV) -> dict[str, list[Any]]:
         """SHA-256 of each row of the text, where it begins, and SHA-256 of the weights of this rank. Raises
@@ -134,6 +137,14 @@ class Origin:
                 "the cache was loaded, and its text and weights were not compared yet: generate() does so "
                 "first; load(.., unchecked=True) goes without"
             )
+
+
+def _masked(ids: torch.Tensor, begins: Any) -> torch.Tensor:
+    """The ids on the host, with -1 for padding."""
+    ids = ids.cpu().long()
+    if begins is None or len(begins) != len(ids):
+        return ids
+    return torch.where(torch.arange(ids.shape[1]) < torch.from_numpy(begins)[:, None], -1, ids)
 
 
 def _check_same_text(before: torch.Tensor, text: torch.Tensor) -> None:
