@@ -311,6 +311,8 @@ def build(scheme: str, size: int, *, result: Result = "replicated", **params: ob
     [['3->1', '4->1'], ['1->0', '2->0'], ['0=>1', '0=>2'], ['1=>3', '1=>4']]
     """
     asked = select(scheme)
+    if asked.own is not None:
+        raise ScheduleError(f"{scheme!r:.80} is not the name of a scheme: it is a schedule already")
     given = dict(asked.given)
     for key, value in params.items():
         if value is not None and key in given:

@@ -187,6 +187,14 @@ def test_what_ranks_say_together_cannot_be(comm, several, call, changes, message
     raises(comm, call, message, **changes(comm.rank == comm.size - 1, comm))
 
 
+@pytest.mark.parametrize("few", [1, 2])
+def test_numbers_of_queries_that_differ_between_ranks(comm, several, few):
+    count = 4 if comm.rank == comm.size - 1 else few
+    raised_by_all(comm, lambda: Decoder(comm, **SMALL, queries=count), "queries differs", ArgumentError)
+    plan = treeattn.token_tree.Verifier
+    raised_by_all(comm, lambda: plan(comm, **SMALL, nodes=count), "nodes differs", ArgumentError)
+
+
 def test_a_hole_between_blocks_is_named(comm, several):
     q, k = np.ones((2, 1, 1, 8), np.float32), np.ones((2, 3, 1, 8), np.float32)
     given = {"lengths": np.array([3, 1 if comm.rank == 0 else 3]), "rules": Rules(causal=True), "comm": comm}

@@ -47,7 +47,7 @@ def test_who_is_no_member_hears_it() -> None:
         treeattn.decode(one, one, one, comm=MPI.COMM_NULL)
 
 
-@pytest.mark.parametrize("wrong", [0, "world", object, True])
+@pytest.mark.parametrize("wrong", [0, "world", object, True, np.ones(2)])
 def test_what_is_no_communicator(wrong: object) -> None:
     one = np.ones((1, 1, 1, 8), np.float32)
     for call in (

@@ -15,7 +15,7 @@ from treeattn.decoder.reducers import selected
 from treeattn.decoder.request import Reduction, Request, telling_arguments
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import Agreement, exchange
+from treeattn.mpi.agreement import Agreement
 
 
 class Decoder(PlannedDecode):
@@ -89,22 +89,21 @@ class Decoder(PlannedDecode):
         reproducible: str | None = None,
     ) -> None:
         comm, held = communicators.intracomm(comm), CacheFormat() if cache is None else cache
-        own = comm
-        self._kept: Communicator | None = None
-        if queries != 1:  # what is planned for fewer shares this
-            exchange(comm, "Decoder")  # whoever is at another call duplicates nothing
-            self._kept = comm.dup()
-            own = self._kept.lent()
+        with Agreement(comm, "Decoder") as agreed:  # whoever is at another call duplicates nothing
+            if not isinstance(held, CacheFormat):
+                raise ArgumentError(f"cache must be a treeattn.CacheFormat, not {cache!r:.60}")
+            latent = held.v_dim is not None and held.v_dim <= head_dim
+            if latent:
+                check_latent(held.v_dim, head_dim, scale)
+            stored = held.dtype, held.k_scale, held.v_scale, held.v_dim or 0, held.page_size
+            shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *stored)
+            agreed.must_match = {"queries": shape.queries}
+        # What is planned for fewer queries shares this one.
+        self._kept: Communicator | None = None if queries == 1 else comm.dup()
+        own = comm if self._kept is None else self._kept.lent()
         try:
             with Agreement(own, "Decoder") as agreed:
-                if not isinstance(held, CacheFormat):
-                    raise ArgumentError(f"cache must be a treeattn.CacheFormat, not {cache!r:.60}")
-                latent = held.v_dim is not None and held.v_dim <= head_dim
-                if latent:
-                    check_latent(held.v_dim, head_dim, scale)
                 where, how = find(device, reproducible, own.size), Reduction.of(scheme)
-                stored = held.dtype, held.k_scale, held.v_scale, held.v_dim or 0, held.page_size
-                shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *stored)
                 asked = shape, how, selected(how, own, where.name), scale, where, None, Rules.of(rules, heads)
                 declared = DeclaredPositions(read_positions(held.positions))
                 local = LocalPlan(own, Request(*asked, declared, reproducible))

@@ -51,7 +51,7 @@ def intracomm(comm: object) -> Communicator:
     if comm is None:
         return world()
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    null = mpi is not None and comm == mpi.COMM_NULL
+    null = mpi is not None and isinstance(comm, mpi.Comm) and comm == mpi.COMM_NULL
     if null or (distributed and isinstance(comm, int) and comm == distributed.GroupMember.NON_GROUP_MEMBER):
         raise ArgumentError("this rank is no member of the group that comm is: its members alone call")
     if type(comm).__name__ == "DeviceMesh":

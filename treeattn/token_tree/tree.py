@@ -237,7 +237,7 @@ def _parents_first(parents: Integers, counts: Integers) -> Integers:
     latest = np.broadcast_to(np.arange(parents.shape[1]), parents.shape)
     while (above >= 0).any():
         if (depths > counts[:, None]).any():
-            row = int(np.nonzero(above >= 0)[0][0])
+            row = int(np.argwhere(depths > counts[:, None])[0][0])
             nodes = np.flatnonzero(above[row] >= 0).tolist()
             raise ArgumentError(f"row {row}: the parents of nodes {nodes} form a cycle: each must lead to -1")
         depths, latest = depths + (above >= 0), np.maximum(latest, above)

@@ -160,7 +160,7 @@ class Verifier:
     ) -> None:
         comm = communicators.intracomm(comm)
         with Agreement(comm, "Verifier") as agreed:
-            agreed.must_match = {"owner": check_owner(owner)}
+            agreed.must_match = {"owner": check_owner(owner), "nodes": nodes}
             because = "drafts join the records of the context before a reduction to every rank"
             self._device = find(device, reproducible, comm.size)
             folding(scheme, because, comm, self._device.name)

@@ -158,9 +158,10 @@ def test_without_a_compiler_numpy_serves(compiler):
 def test_a_cache_that_cannot_be_written(tmp_path, path, monkeypatch):
     blocker = tmp_path / "file"
     blocker.touch()
-    monkeypatch.setenv("TREEATTN_CACHE", str(blocker / "cache"))  # below a file: not even root can
-    with pytest.raises(ArgumentError, match="TREEATTN_CACHE=.*cannot be written"):
-        path()
+    for folder in blocker / "cache", tmp_path / ("x" * 300):  # not even root can write or look into these
+        monkeypatch.setenv("TREEATTN_CACHE", str(folder))
+        with pytest.raises(ArgumentError, match="TREEATTN_CACHE=.*cannot be written"):
+            path()
     monkeypatch.delenv("TREEATTN_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(blocker))
     monkeypatch.setattr(compile.tempfile, "gettempdir", lambda: str(tmp_path))

@@ -87,6 +87,13 @@ def test_a_decoder_says_what_it_is():
     assert "chain" in repr(decoder)  # closed
 
 
+def test_a_closed_decoder_plans_nothing_for_fewer_queries():
+    with treeattn.Decoder(**PLAN, queries=2, scheme="chain") as decoder:
+        pass
+    with pytest.raises(treeattn.StateError, match="chain: a step on a reducer that is closed"):
+        decoder(Q, K, K)
+
+
 def test_a_missing_package_is_an_import_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ImportError, match="no MPI library could be loaded"):

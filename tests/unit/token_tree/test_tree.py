@@ -129,6 +129,7 @@ CHAIN = TokenTree.chain([[1, 2, 3]])
         (lambda: TokenTree.from_parents([[1, 2, 3]], [[-1, 2, 1]]), "nodes [1, 2] form a cycle"),
         (lambda: TokenTree.from_parents([[1] * 4] * 2, [[-1, 0, 1, 2], [-1, 3, 1, 2]]), "row 1: the parents"),
         (lambda: TokenTree.from_parents([[1]], [[0]]), "nodes [0] form a cycle"),
+        (lambda: TokenTree.from_parents([[1] * 4] * 2, [[-1, 0, 1, 2], [0] + [-1] * 3], [4, 1]), "row 1: "),
         (lambda: TokenTree.from_parents([[1, 2]], [[-1, 2]]), "node 1 has parent 2"),
         (lambda: TokenTree.from_parents([[1, 2]], [[-1, -2]]), "node 1 has parent -2"),
         (lambda: TokenTree.from_parents([[1, 2]], [[1, -1]], [1]), "node 0 has parent 1"),

@@ -144,12 +144,12 @@ def library_path(isa: str) -> Path:
             raise
         return built[0]
     name = f"{stem}-{_digest(*compiler, version)}.so"
-    if not (folder / name).exists():
+    if not os.path.exists(folder / name):  # False, too, where this user may not look
         folder = _writable(folder)
         with (folder / f"compiling-on-{platform.node()}.lock").open("a") as lock:
             with contextlib.suppress(OSError):  # without working locks several compile: harmless
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (folder / name).exists():
+            if not os.path.exists(folder / name):
                 inputs = [str(file) for file in files if file.suffix == ".c"]
                 _compile([*compiler, *flags, *inputs, "-lm"], folder / name)
     return folder / name  # closing the file gave the lock back
@@ -203,7 +203,7 @@ def _chosen_folder() -> Path:
         folder = (Path(base) if base else Path.home() / ".cache") / "treeattn"
     except RuntimeError:  # no home directory
         return _private_temporary_folder()
-    if _open_to_all(folder) or (folder.exists() and not _of_this_user_alone(folder.stat())):
+    if _open_to_all(folder) or (os.path.exists(folder) and not _of_this_user_alone(folder.stat())):
         return _private_temporary_folder()
     return folder
 
