@@ -148,7 +148,8 @@ class PlannedDecode:
             return None
         queries = int(shape[1])
         if queries not in self._fewer:
-            self._reducer._check()  # a closed one says so
+            if self._reducer._closed:
+                self._reducer._check()  # it says so
             with Agreement(self.plan.comm) as agreed:
                 request = replace(self.plan.request, shape=replace(self.shape, queries=queries))
                 local = LocalPlan(self.plan.comm, request)
