@@ -73,9 +73,9 @@ def passed(target: str) -> bool:
 
 def lacks(target: str) -> str:
     """What this machine lacks to make TARGET whole, in words; empty where nothing."""
-    if target not in AS_ROOT:
-        return ""
-    return "root" if os.geteuid() else "" if shutil.which("iptables") else "iptables"
+    if target in AS_ROOT and os.geteuid():
+        return "root"
+    return "iptables" if target in AS_ROOT and not shutil.which("iptables") else ""
 
 
 def note(target: str, begin: int) -> str:

@@ -76,7 +76,8 @@ def attention(
     if isinstance(layer, SlidingWindowLayer):
         layer.check_window(sliding_window)
         end = layer.slots
-        if begins is not None and not torch.compiler.is_compiling() and layer.cache.dealt is None:
+        first = layer is layer.cache.first and layer.cache.dealt is None
+        if first and begins is not None and not torch.compiler.is_compiling():
             at, gone = end - query.shape[2], end - key.shape[2]
             layer.cache.origin.check_padding(begins.cpu().numpy(), at, len(begins), gone)
     elif layer is not None:

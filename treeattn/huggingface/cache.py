@@ -128,8 +128,8 @@ class ShardedKV(Cache):
         self.model_type, self.config, self.origin = text.model_type, text, Origin()
         self.latent = bool(getattr(text, "kv_lora_rank", None))
         full = [n for n, layer in enumerate(layers) if isinstance(layer, FullAttentionLayer)]
-        self.first = layers[full[0]] if full else None  # layer of full attention
-        self.counted = next((one for one in layers if isinstance(one, tuple(_ATTENTION.values()))), None)
+        self.first = next((one for one in layers if isinstance(one, tuple(_ATTENTION.values()))), None)
+        self.first_full = layers[full[0]] if full else None
         wide = [[getattr(one, name, None) for name in ("head_dim", "num_key_value_heads")] for one in configs]
         for n in full:
             layers[n].alike = sum(wide[n] == wide[other] for other in full)
@@ -184,7 +184,7 @@ class ShardedKV(Cache):
         """Once for a step, of its first layer: raise `ArgumentError` unless rows begin where those of the
         cache do and, where keys are `new`, all ranks were given the same, or agreed on the scores of the one
         token. Collective."""
-        if layer is not self.first:
+        if layer is not self.first_full:
             return
         if new and self.comm.size > 1:
             if not self.follows or key.shape[2] > 1:

@@ -48,6 +48,14 @@ def updated() -> _Updated:
     return _traced if torch.compiler.is_compiling() else _eager
 
 
+def check_behind_the_first(layer: Any, new: int) -> None:
+    """Raise `StateError` where an earlier call ended between the first layer of the cache and this one, which
+    is to have `new` more slots."""
+    first = layer.cache.first
+    if layer is not first and layer.slots + new != first.slots:
+        raise StateError(_HALF_FILLED)
+
+
 def carrying(layer: Any, keys: torch.Tensor) -> torch.Tensor:
     """Keys are all that transformers hands from a cache to an attention function, also to layers that share
     them: `layer` is attached."""
@@ -98,11 +106,9 @@ class FullAttentionLayer(CacheLayerMixin):
     def check_whole(self, new: int = 0) -> None:
         """Raise `StateError` where an earlier call ended between two layers, or between `update` and
         attention."""
-        first = self.cache.first
-        if self.slots != self.held or (
-            first is not None and first is not self and self.slots + new != first.slots
-        ):
+        if self.slots != self.held:
             raise StateError(_HALF_FILLED)
+        check_behind_the_first(self, new)
 
     def get_seq_length(self) -> int:
         """Slots of the whole sequence, on whichever ranks."""
@@ -223,14 +229,12 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
         """What is in the window of the new tokens, with this layer attached."""
         dealt = self.cache.dealt
         if dealt is None:
-            first: Any = self.cache.counted
             if self.rows() not in (0, len(key_states)):
                 raise ArgumentError(
                     f"the cache holds {self.rows()} texts, these are {len(key_states)}: reset() it"
                 )
-            unseen = torch.compiler.is_compiling() or first is self
-            if not unseen and self.slots + key_states.shape[2] != first.slots:
-                raise StateError(_HALF_FILLED)
+            if not torch.compiler.is_compiling():
+                check_behind_the_first(self, key_states.shape[2])
             keys, values = super().update(key_states, value_states)
             return carrying(self, keys), values
         kept = dealt.tokens if self.record_past else min(dealt.tokens, self.sliding_window)
