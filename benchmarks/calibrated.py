@@ -23,6 +23,7 @@ import harness
 import numpy as np
 
 from treeattn.cli.compare_table import accuracy
+from treeattn.cli.probe import launcher
 from treeattn.collectives import names
 from treeattn.selection import select
 from treeattn.study import environment
@@ -43,9 +44,7 @@ TREEATTN = (sys.executable, "-m", "treeattn")
 
 
 def mpi(ranks: int, *words: object) -> None:
-    here = Path(sys.executable).parent / "mpiexec"
-    launcher = str(here) if here.exists() else "mpiexec"
-    subprocess.run([launcher, "-n", str(ranks), *TREEATTN, *map(str, words)], check=True)
+    subprocess.run([launcher() or "mpiexec", "-n", str(ranks), *TREEATTN, *map(str, words)], check=True)
 
 
 def measure(folder: Path, ranks: int, schemes: list[str], seconds: float, repetitions: int) -> None:

@@ -25,22 +25,27 @@ RECORD = ROOT / "tests" / "passed.json"
 LINKS = ("treeattn/collectives", "treeattn/kernels")
 
 # The package without what no target reaches: a room that comes or moves is in it, without a word here.
-PACKAGE = ("treeattn", "collectives", "kernels/cpu", "!treeattn/backends/cuda", "!treeattn/energy")
+PACKAGE = ("treeattn", "collectives", "kernels/cpu", "!treeattn/energy")
 SHARED = ("tests/conftest.py", "tests/support")  # of tests
-MODELS = (*PACKAGE, "!treeattn/cli", "!treeattn/llama", "!treeattn/study", "!treeattn/token_tree")
+MODELS = (*PACKAGE, "!treeattn/cli", "!treeattn/llama", "!treeattn/study")
+EMULATOR = ("kernels/cuda", "tests/emulator")  # of GPUs
 #: Target -> the files and folders it depends on, and, after "!", what of these it does not.
 TARGETS = {
     "test-kernels": ("kernels", "tests/emulator/cuda_on_cpu"),
     "slurm-test": (*PACKAGE, *SHARED, "jobs", "tests/slurm", "tests/cluster/programs"),
-    "test-cluster": (*PACKAGE, *SHARED, "jobs", "tests/cluster"),
+    "test-cluster": (*PACKAGE, *SHARED, "jobs", "tests/cluster", *EMULATOR),
     "cluster-demo": (*PACKAGE, "jobs"),
-    "test-models": (*MODELS, *SHARED, "tests/huggingface"),
-    "hf-demo": (*MODELS, "tools/hf_demo.py"),
-    "faults": (*PACKAGE, *SHARED, "tests/faults"),
+    "test-models": (*MODELS, *SHARED, "tests/huggingface", "tests/mpi/conftest.py", *EMULATOR),
+    "hf-demo": (*PACKAGE, "tools/hf_demo.py", "tools/convert_gguf.py"),
+    "faults": (*PACKAGE, *SHARED, "tests/faults", "tests/command"),
 }
-CHOOSE = ("CLUSTER_JOB", "PYTEST_ADDOPTS")  # variables of the environment that say what a target does
+CHOOSE = (
+    "CLUSTER_JOB",
+    "DEVICE",
+    "PYTEST_ADDOPTS",
+)  # variables of the environment that say what a target does
 PATIENCE = 60  # seconds that a target has for its end
-AS_ROOT = ("slurm-test", "test-cluster", "cluster-demo")  # without it they skip what they test, or fail
+EMULATED = ("slurm-test", "test-cluster", "cluster-demo")  # whose links iptables delays
 
 
 def files(target: str) -> Iterator[Path]:
@@ -73,9 +78,9 @@ def passed(target: str) -> bool:
 
 def lacks(target: str) -> str:
     """What this machine lacks to make TARGET whole, in words; empty where nothing."""
-    if target in AS_ROOT and os.geteuid():
+    if target in (*EMULATED, "faults") and os.geteuid():
         return "root"
-    return "iptables" if target in AS_ROOT and not shutil.which("iptables") else ""
+    return "iptables" if target in EMULATED and not shutil.which("iptables") else ""
 
 
 def note(target: str, begin: int) -> str:

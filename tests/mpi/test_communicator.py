@@ -113,3 +113,12 @@ def test_what_a_step_calls_is_not_counted_twice(comm):
     assert type(comm.unwatched) is MPI.Intracomm
     assert comm.unwatched == comm
     assert waiting_for(comm, comm.unwatched.Barrier, looks=20) is None
+
+
+def test_ranks_that_sleep_in_a_barrier_are_not_late(comm):
+    assert waiting_for(comm, comm.barrier_asleep, looks=20) is None
+    comm.Barrier()
+    time.sleep(0.02 if comm.rank == 0 else 0)
+    came = time.monotonic_ns()
+    comm.barrier_asleep()
+    assert time.monotonic_ns() >= max(comm.allgather(came))

@@ -203,6 +203,19 @@ def test_ranks_must_agree(comm, several, tied, tmp_path):
             Session(comm, **{"model": model, "prompt": [3], "capacity": 8} | changes)
 
 
+def test_what_is_no_token_of_the_model(comm, tied, weights):
+    """NumPy would take the last token for -1, a sharded vocabulary none at all."""
+    with Session(comm, load(comm, tied, weights), PROMPT, capacity=320, drafts=3) as session:
+        logits = session.prefill()
+        for token, said in ((-1, "token -1"), (256, "token 256"), (1.5, "float64: token numbers are whole")):
+            with pytest.raises(ArgumentError, match=f"the step has {said}"):
+                session.step(token)
+        with pytest.raises(ArgumentError, match="the tree has token 300, the model's vocabulary ends at 255"):
+            session.verify(draft_tree(3, [[300]], 3))
+        assert session.tokens == len(PROMPT)
+        session.step(session.choose(logits))
+
+
 def full(*arguments):
     raise MemoryError("none left")
 

@@ -13,7 +13,7 @@ from tests.emulator.runtime import StrictRuntime
 from tests.support.models import GOLDEN, PROMPT, assert_logits
 from treeattn import Reduction
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.errors import BackendError
+from treeattn.errors import ArgumentError, BackendError
 from treeattn.llama import Llama, Session
 
 pytestmark = [
@@ -61,6 +61,12 @@ def test_records_travel_over_nccl(comm, written, nccl_communicators, scheme):
         for row in logits:
             assert_logits(row, session.step(token))
     assert nccl_communicators
+
+
+def test_ranks_have_one_kind_of_device(comm, several, written):
+    directory = written("tied")
+    with pytest.raises(ArgumentError, match="the model's device differs between ranks: 'cpu' on rank 0"):
+        Llama(directory, comm, device="cuda" if comm.rank else "cpu")
 
 
 def test_memory_of_a_gpu_that_is_out_on_one_rank_is_told_by_all(comm, written, runtime):

@@ -127,6 +127,12 @@ EVERYWHERE = [
     ({"scheme": "chain:radix=2"}, "chain has no parameter 'radix'; it takes none"),
     ({"scheme": "hierarchical:nodes=100+1"}, "hierarchical: nodes=100[+]1 hold 101 ranks, but there are"),
     ({"q_root": 10**6}, "q_root 1000000 is not a rank of this communicator: use 0 to"),
+    ({"scheme": "head_scatter"}, "output='heads'"),
+    ({"scheme": "chain", "output": "heads"}, "head_scatter"),
+    ({"scheme": "head_scatter", "output": "root"}, "head_scatter (leaves each rank|is no schedule)"),
+    ({"scheme": "mpi_allreduce", "output": "root"}, "mpi_allreduce (leaves each rank|is no schedule)"),
+    ({"scheme": "kv_ring", "output": "root"}, "kv_ring (leaves each rank|is no schedule)"),
+    ({"scheme": "head_all_to_all", "output": "root"}, "head_all_to_all (leaves each rank|is no schedule)"),
 ]
 
 
@@ -157,6 +163,7 @@ DIFFERENT = [
     ("plain", lambda last, c: {"scale": 2.0 if last else 1.0}, "scale differs between ranks: 1.0 on rank 0"),
     ("8 bits", lambda last, c: {"k_scale": 2.0 if last else 1.0}, "k_scale"),
     ("plain", lambda last, c: {"output": "root" if last else "replicated"}, "output differs between ranks"),
+    ("plain", lambda last, c: {"executor": "mpi" if last else "program"}, "executor differs between ranks"),
     ("plain", lambda last, c: {"q_root": None if last else 0}, "q_root differs between ranks: 0 on rank 0"),
     ("plain", lambda last, c: {"begins": [c.rank]}, "begins differs between ranks"),
     ("plain", lambda last, c: {"positions": range(9) if last else None}, "positions being known differs"),

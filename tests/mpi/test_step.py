@@ -351,10 +351,10 @@ def test_a_rank_that_has_ended_is_named(comm, decoder_of, tensors, shared):
     owner = Process.of(ended.pid)
     assert not owner.ended
     ended.wait()
-    if not shared:
-        return
+    if comm.size != 2 or not shared:
+        pytest.skip("one rank of a node waits for the other of two")
     step = decoder_of(executor="slots", scheme="recursive_doubling")
-    if comm.rank == 0 and comm.size == 2:
+    if comm.rank == 0:
         parts = step._reducer._slots._parts
         parts[1] = parts[1]._replace(owner=owner)
         with pytest.raises(TransportError, match="recursive_doubling, round 1: rank 1 has ended, while this"):

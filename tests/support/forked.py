@@ -6,7 +6,7 @@ import os
 import signal
 
 import treeattn
-from tests.support.public_verbs import OBJECTS, VERBS, check_complete
+from tests.support.public_verbs import OBJECTS, VERBS, K, Q, check_complete
 
 
 def in_a_fork(*calls):
@@ -38,6 +38,7 @@ def check(comm, world):
     living = {name: make(comm) for name, (make, _) in OBJECTS.items() if comm.size > 1 or name != "a prefill"}
     cache = living.pop("a cache")
     steps = [OBJECTS[name][1](made)[0] for name, made in living.items()]
+    steps.append(lambda: living["a decoder"].begin(Q[:, :1], K, K))
     in_a_fork(*steps, lambda: cache.save("nowhere"), lambda: treeattn.ShardedCache.load("nowhere"))
     for made in living.values():
         made.close()

@@ -102,7 +102,7 @@ def test_what_has_to_be_killed_is_left_too(passed, tmp_path, monkeypatch, capsys
     assert said(capsys) == ["FAILED: killed"]
 
 
-@pytest.mark.parametrize("name", ["PYTEST_ADDOPTS", "CLUSTER_JOB"])
+@pytest.mark.parametrize("name", ["PYTEST_ADDOPTS", "CLUSTER_JOB", "DEVICE"])
 def test_nothing_is_noted_of_which_a_part_was_chosen(passed, monkeypatch, name):
     """Of variables on make's own command line, and with -i, the Makefile does not call the tool."""
     monkeypatch.setenv(name, "--collect-only")

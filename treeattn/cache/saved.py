@@ -160,12 +160,13 @@ def read_layers(layers: Sequence[CacheLayer], directory: Path, index: Index) -> 
         there = Runs(part.runs)
         at = there.all_below(mine)
         own = np.flatnonzero(there.all_below(mine + 1) > at)
-        file = files.open_cache(directory / part.file) if len(own) else None
+        if not len(own):
+            continue
+        file = files.open_cache(directory / part.file)
         for begin in range(0, len(own), _BLOCK):
             into = own[begin : begin + _BLOCK]
             for number, layer in enumerate(layers):
                 for name, array in zip(plan.names, layer.arrays, strict=True):
-                    assert file is not None
                     taken = ordered(at[into])
                     rows = _checked(file, f"layers.{number}.{name}", taken, mine[into], array.shape)
                     array[:, ordered(into)] = plan.device.from_host(rows)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from treeattn.attention.positions import Runs
-from treeattn.attention.shape import FLOAT8, Shape, check_number, dtype_word
+from treeattn.attention.shape import CACHE_DTYPES, FLOAT8, Shape, check_number, dtype_word
 from treeattn.attention.shard import CacheFormat, Shard
 from treeattn.backends import device as devices
 from treeattn.cache.placement import LayerPlan, Placement, Reach, Write, ordered, whole_numbers
@@ -243,7 +243,9 @@ class CacheLayer:
             )
         given = tuple(map(self._plan.device.view, ("k", "v"), given))
         kind, elements = self._plan.shape.kv_dtype, self.k.dtype
-        given = tuple(one.view(elements) if one.dtype.name == kind else one for one in given)  # as their bits
+        numbers = CACHE_DTYPES[str(kind)]
+        if elements != numbers:  # held as their bits
+            given = tuple(one.view(elements) if one.dtype == numbers else one for one in given)
         tokens = (*given[0].shape, 0, 0)[1]
         for name, array, (batch, heads, width) in zip(("k", "v"), given, self._rows, strict=False):
             if array.shape != (batch, tokens, heads, width):

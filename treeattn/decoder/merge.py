@@ -177,7 +177,7 @@ class _PlannedMerge:
     def __init__(self, comm: Communicator, settings: Settings) -> None:
         watchdog.limit()
         self._comm, self._device, self._owner = comm, settings.device, Owner("this merger")
-        self.parts, self.scheme, self._strict = settings.parts, settings.scheme.text, settings.strict
+        self.parts, self.scheme = settings.parts, settings.scheme.text
         self._settings = settings
         self._plan_memory(_natural_log(settings.base))
         self._given_here = settings.how.output != "root" or comm.rank == 0
@@ -218,7 +218,7 @@ class _PlannedMerge:
         self._owner.take()
         out, lse = self._containers.take(out, lse, names=("out", "lse"))
         self.parts.check(out, lse, self._device.lse_dtypes)
-        if self._strict:
+        if self._settings.strict:
             collectively(self._comm, lambda: _check_marks(self._device.to_host(lse)))
         self._in_order()
         self._pack(out, lse)

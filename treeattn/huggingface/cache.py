@@ -32,7 +32,7 @@ from treeattn.huggingface.layers import NOT_ATTENDED, FullAttentionLayer, Slidin
 from treeattn.huggingface.origin import Origin
 from treeattn.huggingface.plans import Plans
 from treeattn.huggingface.remote import RemoteLayer
-from treeattn.huggingface.tensors import device_of
+from treeattn.huggingface.tensors import device_of, dtype_name
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement
 
@@ -133,7 +133,9 @@ class ShardedKV(Cache):
         wide = [[getattr(one, name, None) for name in ("head_dim", "num_key_value_heads")] for one in configs]
         for n in full:
             layers[n].alike = sum(wide[n] == wide[other] for other in full)
-        self.owner, self._reduction, self._by_heads = Owner("this cache"), reduction, by_heads
+        # Once: a schedule of the user's is hashed by all its messages.
+        self._plans, self._plans_by_heads = (plans.of(self.comm, how) for how in (reduction, by_heads))
+        self.owner = Owner("this cache")
         self.waiting: FullAttentionLayer | None = None  # whose new tokens nothing attended to yet
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
         self._shards: dict[Any, Iterator[CacheLayer] | Iterator[RemoteLayer]] = {}
@@ -166,12 +168,12 @@ class ShardedKV(Cache):
     @property
     def plans(self) -> Plans:
         """How its layers are attended."""
-        return plans.of(self.comm, self._reduction)
+        return plans.alone() if self.comm.size == 1 else self._plans
 
     @property
     def plans_by_heads(self) -> Plans:
         """The same, where each rank goes on with its heads alone."""
-        return plans.of(self.comm, self._by_heads)
+        return plans.alone() if self.comm.size == 1 else self._plans_by_heads
 
     def check_attended(self) -> None:
         """Raise `StateError` where a layer was given tokens and nothing attended to them."""
@@ -220,7 +222,7 @@ class ShardedKV(Cache):
         if made is None:
             shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "v_dim": v_dim}
             shape["layers"] = alike
-            dtype = str(k.dtype).removeprefix("torch.")
+            dtype = dtype_name(k)
             if self.nodes is not None:
                 remote = self.nodes.cache(capacity=self.capacity, latent=latent, dtype=dtype, **shape)
                 self._shards[key] = iter([RemoteLayer(remote, number) for number in range(alike)])

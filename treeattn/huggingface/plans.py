@@ -14,7 +14,7 @@ from treeattn.attention.mask import Rules
 from treeattn.attention.shard import CacheFormat
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder import Decoder, Reduction
-from treeattn.huggingface.tensors import as_tensor, device_of
+from treeattn.huggingface.tensors import as_tensor, device_of, dtype_name
 from treeattn.mpi import communicators
 
 #: Queries of a plan at most: records are held for all of them.
@@ -102,7 +102,7 @@ class Plans:
                 head_dim=head_dim,
                 batch=batch,
                 queries=queries,
-                dtype=str(q.dtype).removeprefix("torch."),
+                dtype=dtype_name(q),
                 scheme=self._reduction,
                 scale=scoring.scale,
                 rules=scoring.rules(causal),

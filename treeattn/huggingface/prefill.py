@@ -95,7 +95,7 @@ def _prefill(model: Any, ids: torch.Tensor, cache: ShardedKV, attention_mask: to
             "attention_mask": None if begins is None else begins.tolist(),
         }
     cache.origin.begin(cache, model, ids)
-    cache.origin.check_padding(None if begins is None else begins.cpu().numpy(), 0, len(ids))
+    cache.origin.check_padding(None if begins is None else begins.numpy(), 0, len(ids))
     dealt = cache.dealt = Dealt(comm, tokens, begins)
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # rings are not traced
@@ -127,7 +127,7 @@ class Dealt:
 
     def __init__(self, comm: Any, tokens: int, begins: torch.Tensor | None) -> None:
         self.tokens, self._comm = tokens, comm
-        self._begins = None if begins is None or not begins.any() else begins.cpu().numpy()
+        self._begins = None if begins is None or not begins.any() else begins.numpy()
         self._planned: dict[Any, Prefill] = {}
 
     def last(self, own: torch.Tensor, count: int) -> torch.Tensor:

@@ -39,8 +39,8 @@ def finished(out: Any, lse: Any, sinks: torch.Tensor | None, dtype: torch.dtype)
     return (as_tensor(out) * share.transpose(1, 2)[..., None]).to(dtype)
 
 
-def dtype_name(tensor: torch.Tensor) -> str:
-    """The name of a tensor's dtype, such as "bfloat16"."""
+def dtype_name(tensor: Any) -> str:
+    """The name of the dtype of a tensor or an array, such as "bfloat16"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 

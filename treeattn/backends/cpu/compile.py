@@ -130,8 +130,8 @@ def library_path(isa: str) -> Path:
         compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
     except ValueError as error:
         raise BackendError(f"CC={os.environ['CC']} cannot be read as a command: {error}") from None
-    files = [file for file in kernel_folder("cpu").iterdir() if file.suffix in (".c", ".h")]
-    sources, flags = {file.name: file.read_bytes() for file in sorted(files)}, (*_FLAGS, *ISA_FLAGS[isa])
+    files = sorted(file for file in kernel_folder("cpu").iterdir() if file.suffix in (".c", ".h"))
+    sources, flags = {file.name: file.read_bytes() for file in files}, (*_FLAGS, *ISA_FLAGS[isa])
     stem = (
         f"kernels-{isa}-{_digest(platform.machine(), platform.system(), *flags, *sources, *sources.values())}"
     )
