@@ -65,6 +65,7 @@ def live(plan: Plan, alive: int) -> NoReturn:
 
 def _end_with_parent(alive: int) -> None:
     def end(*_: object) -> NoReturn:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one would come in the middle of the end
         raise SystemExit
 
     signal.signal(signal.SIGTERM, end)

@@ -14,8 +14,6 @@ PACKAGES = {
     "iptables": "iptables",
     "cc": "gcc",
 }
-
-
 NO_RIGHTS = (
     "root lacks rights here (CAP_SYS_ADMIN, CAP_NET_ADMIN, CAP_SYS_NICE): a container must be privileged"
 )
