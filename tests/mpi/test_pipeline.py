@@ -108,3 +108,14 @@ def test_what_cannot_be_taken_apart(shard, planned):
         with pytest.raises(StateError, match="without arrays"):
             decoder.reduce()
         decoder(*shard(1))
+
+
+@pytest.mark.parametrize("dtype", ["int64", "int32"])
+def test_lengths_that_cannot_be_leave_the_decoder_as_it_was(shard, planned, dtype):
+    q, k, v = shard(1)
+    with planned(groups=2) as decoder:
+        for lengths in ([k.shape[1] + 1], [-1]):
+            with pytest.raises(ArgumentError, match="must lie between 0 and the shard's"):
+                decoder.local(q, k, v, np.array(lengths, dtype))
+        wanted = copies(decoder(q, k, v))
+        assert_equal(decoder(q, k, v, np.array([k.shape[1]], dtype)), wanted)

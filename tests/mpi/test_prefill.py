@@ -85,3 +85,18 @@ def test_what_cannot_be_is_told_by_all(comm):
     for words, change in cases.items():
         given = {"q": one, "k": one, "v": one, "comm": comm, **change}
         raised_by_all(comm, lambda given=given: treeattn.prefill(**given), words, ArgumentError)
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize("other", [(1, 5, 2, 8), (1, 5, 4, 8), (2, 0, 4, 8), (1, 3, 2, 16)])
+def test_arrays_of_another_shape_than_planned_are_refused(tokens, other):
+    right = [np.ones((1, tokens, heads, 8), np.float32) for heads in (4, 2, 2)]
+    plan = {"heads": 4, "kv_heads": 2, "head_dim": 8, "dtype": "float32"}
+    with treeattn.Prefill(MPI.COMM_SELF, tokens=tokens, **plan) as planned:
+        for wrong in range(3):
+            given = [np.ones(other, np.float32) if at == wrong else one for at, one in enumerate(right)]
+            with pytest.raises(ArgumentError, match="shape"):
+                planned(*given)
+        with pytest.raises(ArgumentError, match="k has shape .*, expected .*: this rank is planned with"):
+            planned(right[0], *(np.ones((1, 5, 2, 8), np.float32) for _ in "kv"))
+        assert planned(*right)[0].shape == (1, tokens, 4, 8)

@@ -22,6 +22,8 @@ from treeattn.mpi.agreement import collectively, exchange
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+    from treeattn.cache.sharded import CacheLayer
+
 __all__ = ["serve"]
 
 
@@ -90,28 +92,21 @@ class Node:
             getattr(self, f"_{message.name}")(**message.arguments)
 
     def _step(self, step: Step) -> None:
-        held, arrays = self.caches[step.cache], iter(step.arrays)
+        held = self.caches[step.cache]
         layer, plan, self.steps = held.layers[step.layer], held.plan, self.steps + 1
-        batch, before = len(layer.totals), layer.totals
-        view, attention = (None, None) if step.view is None else held.views[step.view]
-        if view is not None:
-            asked = batch, view.queries, view.heads, plan.head_dim
-            q = array_of(next(arrays), asked, DTYPES[plan.q_dtype])
-        new = [
-            array_of(one, (batch, step.tokens, plan.kv_heads, width), CACHE_DTYPES[plan.dtype])
-            for one, width in zip(arrays, plan.widths, strict=False)
-        ]
-        if new:
-            layer.append(new[0], None if plan.latent else new[1], step.counts)
-        if view is None or attention is None:
+        if step.view is None:
+            _append(layer, plan, step, step.arrays)
             return
+        view, attention = held.views[step.view]
+        batch, first = len(layer.totals), layer.totals - (view.queries - step.tokens)
+        q = array_of(step.arrays[0], (batch, view.queries, view.heads, plan.head_dim), DTYPES[plan.q_dtype])
+        _append(layer, plan, step, step.arrays[1:])
         lengths = layer.lengths
         most = int(lengths.max())
         some = lengths if (lengths != most).any() else None
         k = layer.k[:, :most]
         v = k[..., : plan.v_dim] if layer.v is None else layer.v[:, :most]
         begins = None if step.begins is None else np.array(step.begins)
-        first = before - (view.queries - step.tokens)
         attention(q, k, v, some, layer.positions, first, begins)
 
     def _plan_cache(self, plan: dict[str, Any], batch: int, capacity: int) -> None:
@@ -154,3 +149,11 @@ class Node:
         self.tree.close()
         self._nodes.free()
         self.serves = False
+
+
+def _append(layer: CacheLayer, plan: CachePlan, step: Step, arrays: list[memoryview]) -> None:
+    """The new tokens of a step, if it brings any."""
+    if arrays:
+        dtype, rows = CACHE_DTYPES[plan.dtype], (len(layer.totals), step.tokens, plan.kv_heads)
+        k, *v = (array_of(one, (*rows, width), dtype) for one, width in zip(arrays, plan.widths, strict=True))
+        layer.append(k, v[0] if v else None, step.counts)

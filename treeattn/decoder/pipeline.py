@@ -61,9 +61,9 @@ class Pipeline(Reducer):
     `take` names the arrays of the next step; all else happens there, as in a ring.
     """
 
-    def __init__(self, groups: list[Group], memory: Memory) -> None:
+    def __init__(self, groups: list[Group], shape: Shape, memory: Memory) -> None:
         super().__init__(groups[0].reducer.name)
-        self._groups, self._copy = groups, memory.copy
+        self._groups, self._shape, self._copy = groups, shape, memory.copy
         self.certificate, self.executor = groups[0].reducer.certificate, groups[0].reducer.executor
         self._arrays: tuple[Any, ...] = ()
         self._views: list[tuple[Any, Any, Any]] = []
@@ -87,13 +87,13 @@ class Pipeline(Reducer):
     def take(self, q: Array, k: Array, v: Array, lengths: Any = None) -> None:
         """The arrays of the next step. Views of the same arrays are made once: attention knows them again."""
         super()._check()
+        self._lengths = None if lengths is None else self._shape.check_lengths(lengths, k.shape[1])
         if not self._arrays or any(a is not b for a, b in zip(self._arrays, (q, k, v), strict=True)):
             self._views = [
                 (q[:, :, group.heads], k[:, :, group.kv_heads], v[:, :, group.kv_heads])
                 for group in self._groups
             ]
             self._arrays = q, k, v
-        self._lengths = lengths
 
     def _check(self) -> None:
         super()._check()

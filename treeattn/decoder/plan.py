@@ -192,7 +192,7 @@ class LocalPlan:
         if how.groups == 1:
             return rounds, chosen, reduce(buffers.wire)
         groups = pipeline.split(how.groups, *attended, device, reduce)
-        return rounds, chosen, pipeline.Pipeline(groups, device.memory)
+        return rounds, chosen, pipeline.Pipeline(groups, request.shape, device.memory)
 
 
 def _own_heads(heads: int, output: str, comm: Communicator) -> slice:

@@ -58,6 +58,7 @@ class PlannedDecode:
     def __init__(self, plan: Plan, *, latent: bool = False) -> None:
         """latent: whether a step may leave v out, as the first channels of k."""
         self.plan, self._latent, self.owner = plan, latent, Owner("this decoder")
+        self._place = f"rank {plan.comm.rank} of {plan.comm.size}"  # which closing may free
         stream, results = self._device.stream, (plan.buffers.out, plan.buffers.lse)
         self._results = results if plan.buffers.given else cast(arrays.Pair, (None, None))
         self.out, self.lse = self._results
@@ -74,10 +75,10 @@ class PlannedDecode:
         self._captured: list[CapturedStep] = []
 
     def __repr__(self) -> str:
-        buffers, comm = self.plan.buffers, self.plan.comm
+        buffers = self.plan.buffers
         arrays_ = (buffers.records, buffers.wire, buffers.own, buffers.out, buffers.lse)
         held = sum({id(array): array.nbytes for array in arrays_}.values())
-        return f"<Decoder: {self.scheme}, rank {comm.rank} of {comm.size}, {held:,} bytes held>"
+        return f"<Decoder: {self.scheme}, {self._place}, {held:,} bytes held>"
 
     @property
     def heads(self) -> slice:

@@ -276,9 +276,7 @@ class Prefill:
         self._owner.take()
         q, k, v = self._containers.take(q, k, v)
         tokens = self._results[0].shape[1]
-        shape = replace(self._shape, queries=max(1, tokens))
-        if tokens:
-            self._device.check(shape, q, k, v, None)
+        self._check(tokens, q, k, v)
         for number, (runs, keys, values) in enumerate(self._ring.blocks(self._comm, k, v)):
             for rows, queries in self._parts if len(runs) else ():
                 queries.attend(q[:, rows], keys, values, runs, begins, merge=number > 0)
@@ -288,6 +286,19 @@ class Prefill:
                 self._device.memory.copy(self._results[0][:, rows], queries.results[0])
                 self._device.memory.copy(self._results[1][..., rows], queries.results[1])
         return self._containers.give()
+
+    def _check(self, tokens: int, q: Array, k: Array, v: Array) -> None:
+        """Raise `ArgumentError` unless q, k and v are of the planned tokens, which may be none."""
+        shape = self._shape
+        if tokens:
+            self._device.check(replace(shape, queries=tokens), q, k, v, None)
+        heads = (shape.heads, shape.head_dim), (shape.kv_heads, shape.head_dim), (shape.kv_heads, shape.v_dim)
+        for name, array, rows in zip("qkv", (q, k, v), heads, strict=True):
+            if array.shape != (shape.batch, tokens, *rows):
+                raise ArgumentError(
+                    f"{name} has shape {list(array.shape)}, expected {[shape.batch, tokens, *rows]}: this "
+                    f"rank is planned with tokens={tokens}"
+                )
 
     def close(self) -> None:
         """Give the communicator back. Collective."""

@@ -52,12 +52,14 @@ class KeyAverage(NamedTuple):
     """Over the keys of all ranks, with weights exp(scale q.k + zeta.v); the same bits on every rank.
 
     mean: of the features, [batch, queries, heads, width]; 0 where there is no key. lse: [batch, heads,
-    queries], the logarithm of the sum of the weights. summaries: of every rank's shard.
+    queries], the logarithm of the sum of the weights. summaries: of every rank's shard; features: what was
+    made of them.
     """
 
     mean: Array
     lse: Array
     summaries: list[Any]
+    features: Any
 
 
 def no_summary(q: Array, v: Array, lengths: Array) -> None:
@@ -120,17 +122,15 @@ def average(
     tables = mask.tables()
     collectively(comm, lambda: mask.update(tables, tokens, valid, at))
     # This rank's records, folded over all ranks, then divided.
-    of = features(summaries)
-    width = of(0, np.empty((shape.kv_heads, 0, shape.v_dim))).shape[-1]
-    dtype = shape.record_dtype
-    folded = np.empty((*shape.lse_shape, width + partial.EXTRA), dtype)
+    averaged, dtype = features(summaries), shape.record_dtype
+    folded = records(queries, tilt, keys, values, request.logit_scale, tables.intervals, averaged, dtype)
+    width = folded.shape[-1] - partial.EXTRA
     operator = device.merge_operator(width, dtype)
     with plan_reducer(comm, device, how, selection, operator, folded) as reducer:
-        folded[...] = records(queries, tilt, keys, values, request.logit_scale, tables.intervals, of, dtype)
         reducer()
     mean, lse = np.empty((*queries.shape[:3], width), dtype), np.empty(shape.lse_shape, dtype)
     partial.finish(folded, mean, lse)
-    return KeyAverage(mean, lse, summaries)
+    return KeyAverage(mean, lse, summaries, averaged)
 
 
 def tensor(name: str, array: AnyArray, shape: tuple[int, ...]) -> Array:

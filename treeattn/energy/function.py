@@ -169,8 +169,9 @@ def moments(
         return _sums(values, lengths), lengths, _dimensions(covariance, values.shape[3])
 
     name = f"moments with covariance of {covariance!r}"
-    averages = average(name, _central_products, zeta, q, k, v, summary, **options)
-    centre, chosen, first, second = _centre(averages.summaries)
+    averages = average(name, _CentralProducts, zeta, q, k, v, summary, **options)
+    about: _CentralProducts = averages.features
+    centre, chosen, (first, second) = about.centre, about.chosen, about.pairs
     dim, heads = centre.shape[-1], averages.mean.shape[2]
     apart, squares, products = np.split(averages.mean, [dim, 2 * dim], axis=-1)
     with np.errstate(all="ignore"):
@@ -196,7 +197,7 @@ def _values(summaries: Sequence[Any]) -> Features:
     return lambda row, values: values
 
 
-def _central_products(summaries: Sequence[Any]) -> Features:
+class _CentralProducts:
     """Values relative to a centre, their squares, and products of pairs of the chosen dimensions.
 
     A variance as E[v v] - E[v] E[v] is lost to rounding where the mean is large, and the combination of
@@ -204,25 +205,22 @@ def _central_products(summaries: Sequence[Any]) -> Features:
     Sample Variances", 1979) is no merge of records, which is linear in their numerators. So values are taken
     relative to a centre that all ranks share, after which records are linear and the numbers small: the plain
     mean of all valid values of a KV head, of which the exchange that plans the reduction brings the sums.
+
+    centre: [batch, kv_heads, head_dim], the same on every rank. chosen: the dimensions that have a
+    covariance; pairs: both indices into these of every pair of them.
     """
-    centre, chosen, first, second = _centre(summaries)
 
-    def of(row: int, values: Array) -> Array:
-        apart = values - centre[row][:, None]
-        products = apart[..., chosen[first]] * apart[..., chosen[second]]
-        return np.concatenate((apart, apart * apart, products), axis=-1)
+    def __init__(self, summaries: Sequence[tuple[Array, Array, Array]]) -> None:
+        sums, counts, (self.chosen, *_) = zip(*summaries, strict=True)
+        with np.errstate(all="ignore"):
+            centre = sum(sums) / np.maximum(sum(counts), 1)[:, None, None]
+        self.centre: Array = np.where(np.isfinite(centre), centre, 0)
+        self.pairs = np.triu_indices(len(self.chosen), 1)
 
-    return of
-
-
-def _centre(summaries: Sequence[tuple[Array, Array, Array]]) -> tuple[Array, Array, Array, Array]:
-    """The mean of all ranks' values, [batch, kv_heads, head_dim], the same on every rank; the dimensions that
-    have a covariance, and both indices into these of every pair of them."""
-    sums, counts, (chosen, *_) = zip(*summaries, strict=True)
-    with np.errstate(all="ignore"):
-        centre = sum(sums) / np.maximum(sum(counts), 1)[:, None, None]
-    pairs = np.triu_indices(len(chosen), 1)
-    return np.where(np.isfinite(centre), centre, 0), chosen, *pairs
+    def __call__(self, row: int, values: Array) -> Array:
+        apart = values - self.centre[row][:, None]
+        first, second = (self.chosen[one] for one in self.pairs)
+        return np.concatenate((apart, apart * apart, apart[..., first] * apart[..., second]), axis=-1)
 
 
 def _dimensions(covariance: bool | Sequence[int], v_dim: int) -> Array:
