@@ -16,7 +16,7 @@ from treeattn.cli import doctor, probe
 from treeattn.errors import BackendError
 from treeattn.mpi import library
 
-from .launch import ROOT, in_process, mpiexec, treeattn
+from .launch import ROOT, in_process, mpiexec, run, treeattn
 
 
 def test_help_lists_each_command_with_its_whole_sentence():
@@ -44,6 +44,16 @@ def test_the_list_of_commands_is_that_of_their_modules():
         if isinstance(command, click.Command):
             found[name] = " ".join(command.help.partition("\n\n")[0].split())
     assert found == {name: cli._COMMANDS[name] for name in cli.commands.list_commands(context)}
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [("sch", ["schedule", "schemes"]), ("schedule --form", ["--format"]), ("schedule --format h", ["html"])],
+)
+def test_shells_complete_what_is_typed(typed, found):
+    asked = {"COMP_WORDS": f"treeattn {typed}", "COMP_CWORD": str(len(typed.split()))}
+    done = run("-m", "treeattn", _TREEATTN_COMPLETE="bash_complete", **asked)
+    assert [line.partition(",")[2] for line in done.stdout.splitlines()] == found
 
 
 def test_without_a_command_it_says_which_there_are():

@@ -1,10 +1,12 @@
-"""A rank that ends before MPI starts, where the others wait for it: all end, long before the limit."""
+"""A rank that ends before MPI starts, or never ends it: the others, which wait for it, all end."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
+
+from tests.command.launch import run
 
 from . import jobs, table
 
@@ -58,3 +60,23 @@ def test_the_limit_has_its_exit_code_there_too(launcher):
     code, said = job(launcher, "time.sleep(600)", limit=1)
     assert code == 124, said
     assert re.search(r"^treeattn: rank \d: the start of MPI: 1 s without", said, re.MULTILINE), said
+
+
+# MPI_Finalize frees every communicator before it waits: there is none left to abort.
+LEAVES = """
+import os, signal
+from treeattn.mpi import job
+job.start()
+from mpi4py import MPI
+MPI.COMM_WORLD.Barrier()
+if MPI.COMM_WORLD.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.skipif(jobs.lacking("MPICH") is not None, reason=str(jobs.lacking("MPICH")))
+def test_the_limit_holds_at_the_end_of_mpi():
+    done = run("-c", LEAVES, ranks=2, code=124, TREEATTN_TIMEOUT="1")
+    assert re.search(
+        "^treeattn: rank 0: the end of MPI: 1 s without .*: rank 1 is stopped", done.stderr, re.M
+    )

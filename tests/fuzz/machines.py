@@ -1,4 +1,4 @@
-"""Models that drawn rules go through on every rank of a job, whose ranks are threads or processes of MPI.
+"""Models that drawn rules go through on every rank of a job.
 
 Each rule does the same on all ranks, which draw alike, and is right or wrong on all of them.
 """
@@ -26,35 +26,21 @@ from treeattn.token_tree import TokenTree, Verifier
 HEADS, DIM, NODES = 2, 16, 6
 
 
-def machine(model, job):
-    """A state machine over the rules of `model`, which is made as ``model(comm, seed)``.
-
-    job: by a number of ranks a job, whose `on_each` gives what a call gives or raises on those ranks that are
-    in this process.
-    """
+def machine(model, comm):
+    """A state machine over the rules of `model`, which is made as ``model(comm, seed)``."""
 
     class Machine(RuleBasedStateMachine):
-        @initialize(size=st.integers(1, 4), seed=st.integers(0, 2**32 - 1))
-        def make(self, size, seed):
-            self.job = job(size)
-            self.models = self.on_each(lambda comm: model(comm, seed))
-
-        def on_each(self, call):
-            told = self.job.on_each(call)
-            if failed := [one for one in told if isinstance(one, Exception)]:
-                raise failed[0]
-            return told
+        @initialize(seed=st.integers(0, 2**32 - 1))
+        def make(self, seed):
+            self.model = model(comm, seed)
 
         def teardown(self):
-            if hasattr(self, "models"):
-                self.on_each(lambda comm: self.of(comm).close())
-
-        def of(self, comm):
-            return next(one for one in self.models if one.comm is comm)
+            if hasattr(self, "model"):
+                self.model.close()
 
     def step(name):
         def run(self):
-            self.on_each(lambda comm: getattr(self.of(comm), name)())
+            getattr(self.model, name)()
 
         run.__name__ = name
         return rule()(run)

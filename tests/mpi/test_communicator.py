@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import shutil
 import tempfile
 import threading
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import treeattn
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
+from treeattn.llama import Llama, Session
 from treeattn.mpi import communicators
 
 pytestmark = pytest.mark.mpi
@@ -66,59 +69,120 @@ def test_a_callers_communicator_is_wrapped_once(comm):
     theirs.Free()
 
 
-def waiting_for(comm, call, looks=None):
-    """What the watchdog sees while rank 0 is in a call for which the last rank comes when the others have
-    been seen to wait, or after so many looks."""
-    folder = Path(comm.bcast(tempfile.mkdtemp()))
-    if comm.rank == comm.size - 1:
-        while len(list(folder.iterdir())) < comm.size - 1:
+def sees(comm, says, call, late=None, watched=0, looks=None):
+    """Whether the watchdog sees rank `watched` wait as `says` has it, in ``call(pause)``, where `pause` keeps
+    rank `late`, the last one, until it has, or has looked so often."""
+    late = comm.size - 1 if late is None else late
+    seen, told, left = weakref.WeakKeyDictionary(), [], threading.Event()
+    sign, limit = Path(comm.bcast(tempfile.mkdtemp())) / "seen", time.monotonic() + 60
+
+    def pause():
+        while comm.rank == late != watched and not sign.exists() and time.monotonic() < limit:
             time.sleep(0.001)
-        call()
-        shutil.rmtree(folder)
-        return None
-    seen, told = weakref.WeakKeyDictionary(), []
 
     def look():
-        while len(told) != looks and not any(told):
-            told.append(watchdog._stalled(seen))
+        while not left.is_set() and len(told) != looks and not re.match(says, (told or [""])[-1]):
+            told.append(": ".join(watchdog._stalled(seen) or ()))
             time.sleep(0.001)
-        (folder / str(comm.rank)).touch()
+        sign.touch()
 
-    thread = threading.Thread(target=look)
+    thread = threading.Thread(target=look if comm.rank == watched != late else tuple)
     thread.start()
-    call()
+    call(pause)
+    left.set()
     thread.join()
-    return next(filter(None, told), None)
+    found = comm.bcast(bool(told and re.match(says, told[-1])), watched)
+    if comm.rank == 0:
+        shutil.rmtree(sign.parent)
+    return found
 
 
-def test_a_wait_says_which_call_was_made(comm):
+def test_a_wait_says_which_call_was_made(comm, several):
     calls = {
         "allgather": lambda: comm.allgather(0),
         "Allreduce": lambda: comm.Allreduce(np.ones(1), np.ones(1)),
         "Waitall": lambda: comm._run("Waitall", MPI.Request.Waitall, [comm.Ibarrier()]),
     }
     for name, call in calls.items():
-        told = waiting_for(comm, call)
-        assert told == (None if comm.rank == comm.size - 1 else (name, "the other ranks"))
+        assert sees(comm, f"{name}: the other ranks$", lambda pause, call=call: (pause(), call()))
 
 
-def test_a_wait_says_what_it_is_for(comm):
+def test_a_wait_says_what_it_is_for(comm, several):
     with watchdog.Activity("the outer work"), watchdog.Activity("the inner work", "rank 7"):
-        told = waiting_for(comm, comm.Barrier)
-    assert told == (None if comm.rank == comm.size - 1 else ("the inner work", "rank 7"))
+        assert sees(comm, "the inner work: rank 7$", lambda pause: (pause(), comm.Barrier()))
     assert watchdog.current_activity() is None
+
+
+@pytest.mark.parametrize(
+    ("scheme", "groups", "says"),
+    [
+        ("binary_tree", 1, r"binary_tree, round \d: messages from rank \d"),
+        ("binary_tree", 2, r"binary_tree, round \d: messages from rank \d"),
+        ("recursive_doubling", 1, r"recursive_doubling, round \d: messages from rank \d"),
+        *((name, 1, f"{name}: the other ranks") for name in ("mpi_allreduce", "kv_ring", "query_ring")),
+        ("head_all_to_all", 1, "head_all_to_all: the other ranks"),
+    ],
+)
+def test_a_step_and_a_plan_name_where_and_for_whom_they_wait(comm, several, scheme, groups, says):
+    output = "heads" if scheme == "head_all_to_all" else "replicated"
+    how = treeattn.Reduction(scheme, output=output, groups=groups)
+    q, k = np.ones((1, 1, 8, 16), "f"), np.ones((1, 8, 8, 16), "f")
+    shape = {"heads": 8, "kv_heads": 8, "head_dim": 16, "dtype": "float32", "scheme": how}
+    with treeattn.Decoder(comm, **shape) as decoder:
+        decoder(q, k, k)
+        assert sees(comm, says, lambda pause: (pause(), decoder(q, k, k)))
+    planned = "what all ranks plan together: the other ranks"
+    assert sees(comm, planned, lambda pause: (pause(), treeattn.Decoder(comm, **shape).close()))
+
+
+@pytest.mark.skipif(MPI.COMM_WORLD.size != 3, reason="who has the last token is known of three ranks")
+@pytest.mark.parametrize(
+    ("sharded", "late", "where", "says"),
+    [
+        (False, 2, "prompt", "what all ranks plan together: the other ranks"),
+        (False, 2, "layer 0", "the prefill's ring: the blocks of rank "),
+        (False, 0, "layer 2", "the prompt's last token: the other ranks"),
+        (False, 0, "choice", "the token that rank 0 chooses: the other ranks"),
+        (True, 2, "layer 0", "the model's sharded weights: the other ranks"),
+        (True, 2, "step", "the model's sharded weights: the other ranks"),
+    ],
+)
+def test_a_session_names_where_and_for_whom_it_waits(comm, written, sharded, late, where, says):
+    model = Llama(written("tied"), comm if sharded else None)
+
+    def write(pause):
+        def reached(here):
+            return pause() if here == where else None
+
+        with Session(comm, model, list(range(40)), capacity=50) as session:
+            reached("prompt")
+            logits = session.prefill(lambda layer: reached(f"layer {layer}"))
+            reached("choice")
+            token = session.choose(logits)
+            reached("step")
+            session.step(token)
+
+    assert sees(comm, says, write, late, 1)
 
 
 def test_what_a_step_calls_is_not_counted_twice(comm):
     assert type(comm.unwatched) is MPI.Intracomm
     assert comm.unwatched == comm
-    assert waiting_for(comm, comm.unwatched.Barrier, looks=20) is None
+    assert not sees(comm, ".+", lambda pause: (pause(), comm.unwatched.Barrier()), looks=20)
 
 
 def test_ranks_that_sleep_in_a_barrier_are_not_late(comm):
-    assert waiting_for(comm, comm.barrier_asleep, looks=20) is None
+    assert not sees(comm, ".+", lambda pause: (pause(), comm.barrier_asleep()), looks=20)
     comm.Barrier()
     time.sleep(0.02 if comm.rank == 0 else 0)
     came = time.monotonic_ns()
     comm.barrier_asleep()
     assert time.monotonic_ns() >= max(comm.allgather(came))
+
+
+def test_a_limit_that_one_rank_cannot_read_is_told_by_all(comm, monkeypatch):
+    last = comm.size - 1
+    monkeypatch.setenv("TREEATTN_TIMEOUT", "soon" if comm.rank == last else "5")
+    said = f"rank {last}: TREEATTN_TIMEOUT=soon: give a number of seconds, 0 for no limit"
+    with pytest.raises(treeattn.ArgumentError, match=said):
+        treeattn.Decoder(comm, heads=4, kv_heads=4, head_dim=16)

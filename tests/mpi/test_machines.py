@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import hypothesis
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
@@ -16,8 +14,7 @@ pytestmark = [pytest.mark.mpi, pytest.mark.timeout(0)]
 
 @pytest.mark.parametrize(("model", "count"), [(Serving, 6), (Writing, 2)])
 def test_a_job_is_its_model(comm, model, count):
-    alone = SimpleNamespace(on_each=lambda call: [call(comm)])  # of this process
-    rules = machine(model, lambda size: alone)
+    rules = machine(model, comm)
     if FUZZ > 1:
         rules = hypothesis.seed(comm.bcast(new_seed()))(rules)
     run_state_machine_as_test(rules, settings=fuzzed(count, stateful_step_count=12))

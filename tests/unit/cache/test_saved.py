@@ -5,6 +5,10 @@ from __future__ import annotations
 
 import errno
 import os
+import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -14,7 +18,6 @@ from hypothesis import strategies as st
 
 from tests.support.caches import LAYOUTS, Plain, caches, layout_of
 from tests.support.drawn import examples
-from tests.support.thread_ranks import on_all_ranks
 from treeattn.cache import ShardedCache, saved, sharded
 from treeattn.cache.index import read_index
 from treeattn.errors import ArgumentError, BackendError
@@ -23,6 +26,29 @@ from treeattn.errors import ArgumentError, BackendError
 @pytest.fixture(autouse=True)
 def ranks_are_threads(monkeypatch):
     monkeypatch.setattr(sharded.communicators, "intracomm", lambda comm: comm)
+
+
+def on_all_ranks(size, call):
+    """What ``call(comm)`` returns or raises on each rank of a job of so many threads, in order."""
+    said, meeting = [b""] * size, threading.Barrier(size, timeout=60)
+
+    def allgather(rank, mine):
+        said[rank] = pickle.dumps(mine)
+        meeting.wait()
+        everyone = [pickle.loads(one) for one in said]
+        meeting.wait()
+        return everyone
+
+    def run(rank):
+        comm = SimpleNamespace(rank=rank, size=size, allgather=lambda mine: allgather(rank, mine))
+        comm.bcast, comm.barrier = lambda mine, root=0: comm.allgather(mine)[root], lambda: comm.allgather(0)
+        try:
+            return call(comm)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(run, range(size)))
 
 
 def save(ranks, directory, about=None):
