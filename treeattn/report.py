@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -135,17 +136,34 @@ class Report:
 
 
 class Progress:
-    """A line on stderr now and then, since under mpiexec there is no terminal for a bar."""
+    """A line on stderr now and then, since under mpiexec there is no terminal for a bar.
+
+    As a context manager it repeats the last text while nothing else is said: of one long computation, too.
+    """
 
     def __init__(self, shown: bool = True, first: float = 3.0, every: float = 10.0) -> None:
         """shown: on rank 0. Seconds until the first line, and from each to the next."""
         self._next, self._every = time.monotonic() + first if shown else math.inf, every
+        self._text, self._over = "", threading.Event()
 
     def __call__(self, text: str) -> None:
         """Print the text, unless it is too early."""
+        self._text = text
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + self._every
             print(text, file=sys.stderr, flush=True)
+
+    def __enter__(self) -> Progress:
+        if self._next < math.inf:
+            threading.Thread(target=self._repeat, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+
+    def _repeat(self) -> None:
+        while not self._over.wait(max(0.0, self._next - time.monotonic())):
+            self(self._text)
 
 
 def as_json(facts: object, indent: int | None = 1, separators: tuple[str, str] | None = None) -> bytes:

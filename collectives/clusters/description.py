@@ -20,16 +20,15 @@ from.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from importlib import resources
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-from msgspec import Meta, structs
+from msgspec import Meta
 
 from treeattn.collectives.catalog import EXECUTORS
 from treeattn.errors import ArgumentError
@@ -268,33 +267,3 @@ def _contradictions(cluster: Cluster) -> Iterator[str]:
         starts = [step.from_bytes for step in tier.protocols]
         if starts != sorted(set(starts)):
             yield f"tiers ({tier.name}): protocols: from_bytes must grow; sort them"
-
-
-def as_toml(cluster: Cluster, comments: Iterable[str] = ()) -> str:
-    """The file, `comments` above it line by line. Numbers keep six digits; defaults are left out."""
-    lines = [f"# {line}".rstrip() for line in comments]
-    lines += _table(cluster)
-    for tier in cluster.tiers:
-        lines += ["", "[[tiers]]", *_table(tier)]
-    for name, executor in cluster.executors.items():
-        lines += ["", f"[executors.{name}]", *_table(executor)]
-    return "\n".join(lines) + "\n"
-
-
-def _table(data: msgspec.Struct) -> Iterator[str]:
-    """A line for each field that is no table and not its default."""
-    for field in structs.fields(data):
-        value = getattr(data, field.name)
-        if field.name not in ("tiers", "executors") and value != field.default:
-            yield f"{field.name} = {_value(value)}"
-
-
-def _value(value: Any) -> str:
-    """Strings and truth values are spelled as in JSON."""
-    if isinstance(value, float):
-        return repr(float(f"{value:.6g}"))
-    if isinstance(value, msgspec.Struct):
-        return "{ " + ", ".join(_table(value)) + " }"
-    if isinstance(value, tuple):
-        return "[\n" + "".join(f"    {_value(item)},\n" for item in value) + "]"
-    return json.dumps(value, ensure_ascii=False)

@@ -28,7 +28,7 @@ def timeline(simulation: Simulation) -> str:
     if schedule.size > RANK_LIMIT or schedule.messages > MESSAGE_LIMIT:
         raise RestrictionError(
             f"{schedule.name} on {schedule.size} ranks ({schedule.messages} messages) is too large to draw "
-            f"over time: at most {RANK_LIMIT} ranks and {MESSAGE_LIMIT} messages; take --format trace"
+            f"over time: at most {RANK_LIMIT} ranks and {MESSAGE_LIMIT} messages"
         )
     order = [rank for node in node_groups(simulation.cluster, simulation.places) for rank in node]
     lane = {rank: float(_TOP + index * _LANE) for index, rank in enumerate(order)}

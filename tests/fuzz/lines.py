@@ -26,7 +26,7 @@ simulate --cluster laptop --ranks 3 --schemes ring,own.json,k_ary_tree:radix=2 -
 simulate --cluster dgx-h100 --ranks 16 --schemes ring --placement block,cyclic,suited
 simulate --cluster leonardo --ranks 8 --arrivals late:20us --executor program
 simulate --cluster dgx-h100 --ranks 8 --tokens 64k --kv-heads 4 --heads 8 --head-dim 64
-simulate --cluster laptop --ranks 2 --placement 0+2 --arrivals 0+1us --schemes chain --format trace --out c
+simulate --cluster laptop --ranks 2 --placement 0+2 --arrivals 0+1us --schemes chain --format svg --out c
 tune --cluster laptop --ranks 4 --placement cyclic --executor slots --out b.json
 plot results.jsonl --figures time,relative --format svg,png --width 3in --baseline kv_ring --out f
 report results.jsonl --title x --baseline kv_ring --out a.html

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -81,3 +82,18 @@ def test_progress_is_a_line_now_and_then(capsys, monkeypatch):
         say(f"second {second}")
         other_rank("silent")
     assert capsys.readouterr() == ("", "second 3\nsecond 13\nsecond 23\n")
+
+
+def test_one_long_computation_is_no_silence(capsys):
+    """The text is said from beside it; what ends sooner says nothing."""
+    with Progress(first=3600.0) as say:
+        say("proving")
+    with Progress(False) as say:
+        say("another rank")
+    assert capsys.readouterr() == ("", "")
+    with Progress(first=0.01, every=0.01) as say:
+        say("proving")
+        said, until = "", time.monotonic() + 60
+        while said.count("proving") < 2 and time.monotonic() < until:
+            said += capsys.readouterr().err
+    assert said.splitlines()[:2] == ["proving", "proving"]

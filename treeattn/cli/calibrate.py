@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
 import click
+import msgspec
 import numpy as np
+from msgspec import structs
 
 from treeattn.cli import options
 from treeattn.cli.options import Output
-from treeattn.collectives.clusters.description import as_toml
+from treeattn.collectives.clusters.description import Cluster
 from treeattn.decoder.request import MPI_EXECUTORS
 from treeattn.errors import ArgumentError
 from treeattn.report import Column, Progress, Report, count, microseconds
@@ -128,3 +131,33 @@ def _facts(residual: Residual) -> dict[str, Any]:
         "measured_us": residual.measured,
         "fitted_us": residual.fitted,
     }
+
+
+def as_toml(cluster: Cluster, comments: Iterable[str] = ()) -> str:
+    """The file, `comments` above it line by line. Numbers keep six digits; defaults are left out."""
+    lines = [f"# {line}".rstrip() for line in comments]
+    lines += _table(cluster)
+    for tier in cluster.tiers:
+        lines += ["", "[[tiers]]", *_table(tier)]
+    for name, executor in cluster.executors.items():
+        lines += ["", f"[executors.{name}]", *_table(executor)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(data: msgspec.Struct) -> Iterator[str]:
+    """A line for each field that is no table and not its default."""
+    for field in structs.fields(data):
+        value = getattr(data, field.name)
+        if field.name not in ("tiers", "executors") and value != field.default:
+            yield f"{field.name} = {_value(value)}"
+
+
+def _value(value: Any) -> str:
+    """Strings and truth values are spelled as in JSON."""
+    if isinstance(value, float):
+        return repr(float(f"{value:.6g}"))
+    if isinstance(value, msgspec.Struct):
+        return "{ " + ", ".join(_table(value)) + " }"
+    if isinstance(value, tuple):
+        return "[\n" + "".join(f"    {_value(item)},\n" for item in value) + "]"
+    return json.dumps(value, ensure_ascii=False)

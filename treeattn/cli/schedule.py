@@ -14,7 +14,7 @@ from treeattn.collectives.catalog import with_result
 from treeattn.collectives.drawings import text as draw
 from treeattn.collectives.schedule import Result
 from treeattn.errors import ArgumentError
-from treeattn.report import Report
+from treeattn.report import Progress, Report
 
 _DRAWINGS = {"text": draw.text, "svg": draw.svg, "html": draw.html}
 
@@ -53,8 +53,10 @@ def command(
     if ranks is None:
         raise ArgumentError(f"--ranks N: over how many ranks is {scheme} to be shown?")
     sizes = None if nodes is None else _node_sizes(nodes, ranks)
-    schedule = with_result(own or build(scheme, ranks, sizes), result)
-    certificate = collectives.check(schedule)
+    with Progress(first=2.0) as say:
+        say(f"proving {scheme} on {ranks} ranks")
+        schedule = with_result(own or build(scheme, ranks, sizes), result)
+        certificate = collectives.check(schedule)
     priced = {name: cost for name, cost in costs.items() if cost is not None}
     if priced and form != "goal":
         raise ArgumentError(f"--format {form} draws no cost: records, bytes and merges go with --format goal")

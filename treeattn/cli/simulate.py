@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -23,7 +22,6 @@ from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import Simulation, simulate
 from treeattn.collectives.drawings.timeline import timeline
-from treeattn.collectives.drawings.trace import trace
 from treeattn.collectives.schedule import Payload, Result
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.mpi.topology import needed
@@ -33,7 +31,6 @@ from treeattn.study import intervals
 from treeattn.study.decode_step import StepShape, attention_cost, kv_ring_cost, query_ring_exchange
 from treeattn.study.intervals import DRAWS, UNKNOWN, Estimate, estimates
 
-_DRAWINGS = {"svg": timeline, "trace": trace}
 _SCHEMES = "recursive_doubling,k_nomial_tree,reduce_scatter_gather,hierarchical,split_rail"
 
 
@@ -71,8 +68,8 @@ class SimulatedRow(NamedTuple):
 @click.option("--kv-heads", type=options.SIZE, help="With --tokens.  [heads]")
 @click.option("--arrivals", "late", callback=options.read(arrivals), metavar="P:T|T+T+..|FILE",
               help="random, exponential, ascending, late:100us; each rank's instant.")  # fmt: skip
-@click.option("--format", "form", type=click.Choice(["table", *_DRAWINGS]), default="table",
-              help="svg, trace (for ui.perfetto.dev): one scheme over time.")  # fmt: skip
+@click.option("--format", "form", type=click.Choice(["table", "svg"]), default="table",
+              help="svg: one scheme over time.")  # fmt: skip
 @options.output_options("Write the drawing here instead of to the screen.", wide=False)
 def command(
     cluster: str | None,
@@ -100,7 +97,7 @@ def command(
     if ranks is None:
         raise ArgumentError(f"--ranks N: over how many of the {named.cluster.places} places?")
     if form == "table" and output.out is not None:
-        raise ArgumentError("--out takes a drawing: add --format svg or --format trace, or write --json FILE")
+        raise ArgumentError("--out takes a drawing: add --format svg, or write --json FILE")
     output.open()
     late = late or TOGETHER
     late.check(ranks)
@@ -114,15 +111,16 @@ def command(
         return attention.time, kv_ring.time, (attention + exchange).time
 
     rows: list[SimulatedRow] = []
-    say = Progress(sys.stderr.isatty(), first=2.0)
-    for name, where, schedule, places in _cases(named.cluster, ranks, names, placements.split(","), result):
-        one, step = simulate(schedule, named.cluster, places, sizes.payload, executor), None
-        if shape is not None:
-            attention, *rings = of_rings(places, shape)
-            step = DecodeStep(attention, one.time, attention + one.time, *rings)
-        rows.append(SimulatedRow(name, where, one, step))
-        say(f"{len(rows)} simulated, {name} the last of them")
-    rows = _estimated(rows, sizes.payload, late)
+    with Progress(first=2.0) as say:
+        for name, where, schedule, places in _cases(
+            named.cluster, ranks, names, placements.split(","), result, say
+        ):
+            one, step = simulate(schedule, named.cluster, places, sizes.payload, executor), None
+            if shape is not None:
+                attention, *rings = of_rings(places, shape)
+                step = DecodeStep(attention, one.time, attention + one.time, *rings)
+            rows.append(SimulatedRow(name, where, one, step))
+        rows = _estimated(rows, sizes.payload, late, say)
     made = Report({
         "cluster": named.cluster.name,
         "named_by": named.by,
@@ -141,16 +139,19 @@ def command(
         )
         _show(made, rows, late)
     elif len(rows) != 1:
-        raise ArgumentError(f"--format {form} draws one scheme under one placement, not {len(rows)}: name it")
+        raise ArgumentError(f"--format svg draws one scheme under one placement, not {len(rows)}: name it")
     output.report(made)
     if form != "table":
-        output.draw(_DRAWINGS[form](rows[0].simulation), f"{rows[0].scheme} on {ranks} ranks over time")
+        output.draw(timeline(rows[0].simulation), f"{rows[0].scheme} on {ranks} ranks over time")
 
 
-def _estimated(found: list[SimulatedRow], payload: Payload, late: Arrivals) -> list[SimulatedRow]:
+def _estimated(
+    found: list[SimulatedRow], payload: Payload, late: Arrivals, say: Progress
+) -> list[SimulatedRow]:
     """Rows in the order of their times, each with its interval and that of its ratio to the fastest."""
 
     def arriving(one: Simulation, draw: int) -> Simulation:
+        say(f"simulating {one.schedule.name}: arrivals {draw + 1} of {DRAWS}")
         starts = late.starts(draw, one.schedule.size)
         return simulate(one.schedule, one.cluster, one.places, payload, one.executor, starts)
 
@@ -176,7 +177,7 @@ def _shape(sizes: Sizes, tokens: int | None, kv_heads: int | None) -> StepShape 
 
 
 def _cases(
-    cluster: Cluster, ranks: int, names: list[str], placements: list[str], result: Result
+    cluster: Cluster, ranks: int, names: list[str], placements: list[str], result: Result, say: Progress
 ) -> Iterator[tuple[str, str, Schedule, Placement]]:
     """Prove every scheme under every placement; of all schemes, those that refuse this size are left out."""
     every = names == ["all"]
@@ -184,6 +185,7 @@ def _cases(
         for where in map(str.strip, placements):
             suited = where == "suited"
             places = placed(cluster, ranks, "block" if suited else where)
+            say(f"proving and simulating {name} on {ranks} ranks")
             try:
                 nodes = placement.node_groups(cluster, places)
                 own = from_file(name, ranks, "--ranks says") if is_file(name) else None

@@ -2,20 +2,21 @@
 
 An assumed price is thought to lie within a factor of 2 of what the file says, 19 times of 20, the same for
 every schedule, so that a price which all pay the same widens no ratio; one from a source that states no error
-is taken as it is. What that does to a time is, to first order, the price's share of the critical path. On top
-comes what a model misses that has all prices right: the cluster's own `scatter`, or `BLIND`, which is how far
-this model is from published runs that it knew nothing of. Arrivals, if they differ by chance, are drawn.
+is taken as it is. A time is a sum of prices along its critical path: machines are drawn, and each is priced
+by that sum, without another simulation (a test holds it to full ones). On top comes what a model misses that
+has all prices right: the cluster's own `scatter`, or `BLIND`, which is how far this model is from published
+runs that it knew nothing of. Arrivals, if they differ by chance, are drawn along.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from statistics import NormalDist
 from typing import NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from treeattn.collectives.clusters.critical_path import Cost
 from treeattn.collectives.clusters.description import Cluster
@@ -26,9 +27,8 @@ ASSUMED = math.log(2) / 1.96
 MEDIAN = 0.6745
 #: Steps that are simulated where they differ by chance.
 DRAWS = 16
-# 97.5 percent points of Student's t: of 15 degrees of freedom, as draws have; of 10, as about so many kinds
-# of probes tell what `scatter` is.
-_T_15, _T_10 = 2.131, 2.228
+_MACHINES = 1 << 14  # that are drawn
+_PROBES = 10  # degrees of freedom: about so many kinds of probes tell what `scatter` is
 _LEAST = 1e-9  # microseconds: a step of one rank may take none
 
 
@@ -87,38 +87,34 @@ def estimates(
     microseconds of `DRAWS` steps where these differ, draw by draw; their median counts."""
     if not costs:
         return []
-    found = np.log([max(one.time, _LEAST) for one in costs])
+    chance = np.random.default_rng(0)
     unsure = sorted({price for one in costs for price, assumed in one.by_price if assumed})
-    shares = np.array([[one.by_price.get((price, True), 0.0) for price in unsure] for one in costs])
-    shares = ASSUMED * shares / np.exp(found)[:, None]
-    covariance = shares @ shares.T
+    paid = np.array([[one.by_price.get((price, True), 0.0) for price in unsure] for one in costs])
+    known = np.array([one.time for one in costs]) - paid.sum(1)
+    factors = np.exp(ASSUMED * chance.standard_normal((_MACHINES, len(unsure))))
+    found = np.log(np.maximum(known + paid.sum(1), _LEAST))
+    logs = np.log(np.maximum(known + factors @ paid.T, _LEAST))  # of each machine, each schedule
     if drawn:
-        logs = np.log(np.maximum(drawn, _LEAST))
-        found = np.median(logs, axis=1)
-        covariance += np.atleast_2d(np.cov(logs))
-    together, alone = _model(cluster)
-    covariance += together**2 + alone**2 * np.eye(len(costs))
-    variances = np.diag(covariance)
-    reach = NormalDist().inv_cdf(0.975) if cluster.scatter is None else _T_10
-    reach = _T_15 if drawn else reach  # standard deviations from the middle to an end
-    of_times = np.exp(reach * np.sqrt(variances))
+        steps = np.log(np.maximum(drawn, _LEAST))
+        logs += steps.T[chance.integers(steps.shape[1], size=_MACHINES)] - found
+        found = np.median(steps, axis=1)
+    logs += _missed(cluster, chance, len(costs))
     base = int(np.argmin(found))
-    ratios = np.exp(found - found[base])
-    apart = variances + variances[base] - 2 * covariance[base]
-    of_ratios = np.exp(reach * np.sqrt(np.maximum(apart, 0)))
-    rows = np.stack([
-        np.exp(found), np.exp(found) / of_times, np.exp(found) * of_times,
-        ratios, ratios / of_ratios, ratios * of_ratios,
-    ])  # fmt: skip
+    low, high = np.exp(np.quantile(logs, (0.025, 0.975), axis=0))
+    ratios = np.exp(np.quantile(logs - logs[:, base : base + 1], (0.025, 0.975), axis=0))
+    rows = np.stack([np.exp(found), low, high, np.exp(found - found[base]), *ratios])
     return [Estimate(*row) for row in rows.T.tolist()]
 
 
-def _model(cluster: Cluster) -> tuple[float, float]:
-    """Standard deviations of what the model misses of all schedules together, and of each alone."""
+def _missed(cluster: Cluster, chance: np.random.Generator, schedules: int) -> NDArray[np.float64]:
+    """Logarithms of what the model misses on each drawn machine: of all schedules together, of each alone."""
     if cluster.scatter is not None:
-        return cluster.drift, cluster.scatter
+        drift = cluster.drift * chance.standard_t(_PROBES, (_MACHINES, 1))
+        return drift + cluster.scatter * chance.standard_t(_PROBES, (_MACHINES, schedules))
     alone = BLIND.ratio / MEDIAN / math.sqrt(2)
-    return math.sqrt((BLIND.median / MEDIAN) ** 2 - alone**2), alone
+    together = math.sqrt((BLIND.median / MEDIAN) ** 2 - alone**2)
+    missed = together * chance.standard_normal((_MACHINES, 1))
+    return missed + alone * chance.standard_normal((_MACHINES, schedules))
 
 
 def words(cluster: Cluster) -> str:

@@ -12,10 +12,11 @@ import pytest
 from msgspec import structs
 
 from tests.support.drawn import FACTOR, sample
+from treeattn.cli.calibrate import as_toml
 from treeattn.collectives import build, needs_nodes
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.critical_path import cost
-from treeattn.collectives.clusters.description import Cluster, Executor, Protocol, Tier, as_toml
+from treeattn.collectives.clusters.description import Cluster, Executor, Protocol, Tier
 from treeattn.collectives.clusters.placement import block, node_groups
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.schedule import Payload
