@@ -12,26 +12,17 @@ from hypothesis import strategies as st
 from tests.fuzz.settings import fuzzed
 from tests.support import verbs
 from tests.support.problems import draw
-from treeattn.attention.mask import Rules
-from treeattn.attention.mask_tables import MaskTables
-from treeattn.attention.positions import as_runs
 from treeattn.backends import cpu
 
 
 def records_of(case, rank, lay=np.asarray, **plan):
     """Of a shard's tokens, by the case's rules without sinks; lay: puts q, k and v where they are to lie."""
-    rules = Rules(**{name: rule for name, rule in case.rules.items() if name != "sink_logits"})
-    visible, given = MaskTables(rules, *case.q.shape[:2]), case.shard(rank)
+    given = case.shard(rank)
     q, k = lay(given["q"]), lay(given["k"])
     v = k[..., : case.v_dim] if case.v_dim else lay(given["v"])
     plan |= {name: given[name] for name in ("k_scale", "v_scale") if name in given}
-    table = given.get("block_table")
-    tokens = k.shape[1] * (1 if table is None else table.shape[1])
-    visible.update(
-        *(as_runs(given["positions"]), tokens, given["lengths"], given["q_positions"]),
-        *(given.get(name) for name in ("mask", "draft_positions", "begins")),
-    )
-    return verbs.records_of(cpu, q, k, v, scale=case.scale, tables=visible, block_table=table, **plan)
+    plan |= {"tables": case.tables(given), "block_table": given.get("block_table")}
+    return verbs.records_of(cpu, q, k, v, scale=case.scale, **plan)
 
 
 def anywhere(array, rng):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import ml_dtypes
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import treeattn
+from tests.support import arguments
 from tests.support.drawn import FACTOR
-from tests.support.token_sets import CASES, LAYOUTS, drawn, isas, shards
+from tests.support.problems import BITS_CASES, DEALT, draw
 from tests.support.token_trees import Case
 from treeattn import Reduction, Shard, collectives
 from treeattn.backends.cpu import compile
@@ -24,38 +23,27 @@ SCHEMES = [name for name in collectives.names("schedule") if name != "head_scatt
 EXECUTORS = ("slots", "program", "mpi")
 
 
-def decoded(comm, problem, own, how, reproducible="tokens"):
+def decoded(comm, case, how, reproducible="tokens"):
     """out and lse of this rank, as bytes."""
-    context, drafts = own
-    at = np.concatenate([context, problem.context + np.asarray(drafts)]).astype(np.int64)
-    k_scale, v_scale = problem.scales
-    shard = Shard(problem.k[:, at], problem.v[:, at], k_scale=k_scale, v_scale=v_scale)
-    seen = {}
-    if problem.ruled or reproducible == "blocks":
-        shard = replace(shard, positions=context)
-        seen = {"rules": problem.rules, "q_positions": problem.q_positions}
-    if problem.mask is not None:
-        shard = replace(shard, draft_positions=problem.draft_positions[:, drafts])
-        seen["mask"] = problem.mask[:, :, drafts]
-    given = {"comm": comm, "scheme": how, "scale": problem.scale, "reproducible": reproducible, **seen}
-    out, lse = treeattn.decode(problem.q, shard, **given)
+    given = arguments.call(**case.shard(comm.rank))
+    out, lse = treeattn.decode(comm=comm, scheme=how, reproducible=reproducible, **given)
     return out.tobytes() + lse.tobytes()
 
 
-@pytest.mark.parametrize("seed", range(CASES or 5 * FACTOR))
+@pytest.mark.parametrize("seed", range(BITS_CASES or 5 * FACTOR))
 def test_every_rank_of_every_reduction_has_the_bits_of_one(seed, comm, monkeypatch):
     """The ranks compute with unlike instruction sets."""
     rng = np.random.default_rng([29, seed])
-    problem = drawn(rng)
-    everything = np.arange(problem.context), np.arange(problem.drafts)
-    want = decoded(MPI.COMM_SELF, problem, everything, Reduction())
-    monkeypatch.setenv("TREEATTN_ISA", isas()[comm.rank % len(compile.available_isas())])
+    case = draw(seed, 1, 700).of_numbers(rng)
+    want = decoded(MPI.COMM_SELF, case, Reduction())
+    isas = compile.available_isas()
+    monkeypatch.setenv("TREEATTN_ISA", isas[comm.rank % len(isas)])
     tried = [(executor, str(rng.choice(SCHEMES))) for executor in EXECUTORS] + [(None, "mpi_allreduce")]
     for executor, scheme in tried:
-        layout = str(rng.choice(LAYOUTS))
+        layout = str(rng.choice(DEALT))
         how = Reduction(scheme, executor=executor, groups=1)
-        got = decoded(comm, problem, shards(rng, problem, layout, comm.size)[comm.rank], how)
-        assert got == want, (problem.kind, layout, scheme, executor)
+        got = decoded(comm, case.dealt(rng, layout, comm.size), how)
+        assert got == want, (layout, scheme, executor)
 
 
 def test_a_decoder_keeps_its_bits_over_a_growing_cache(comm):
@@ -71,15 +59,14 @@ def test_a_decoder_keeps_its_bits_over_a_growing_cache(comm):
             assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
 
 
-@pytest.mark.parametrize("seed", range(CASES or 2 * FACTOR))
+@pytest.mark.parametrize("seed", range(BITS_CASES or 2 * FACTOR))
 def test_whole_blocks_have_the_bits_of_one_rank(seed, comm):
     rng = np.random.default_rng([31, seed])
-    problem = drawn(rng)
-    problem.mask = None
-    want = decoded(MPI.COMM_SELF, problem, (np.arange(problem.context), []), Reduction(), "blocks")
-    own = shards(rng, problem, "", comm.size, 32)[comm.rank][0], []
+    case = draw(seed, 1, 700).of_numbers(rng).without_drafts()
+    want = decoded(MPI.COMM_SELF, case, Reduction(), "blocks")
+    dealt = case.dealt(rng, "", comm.size, 32)
     for scheme in ("chain", "mpi_allreduce"):
-        assert decoded(comm, problem, own, Reduction(scheme), "blocks") == want
+        assert decoded(comm, dealt, Reduction(scheme), "blocks") == want
 
 
 def test_torn_blocks_are_refused_on_every_rank(comm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,10 +11,17 @@ import numpy as np
 
 from tests.support.pages import in_pages
 from treeattn import reference
+from treeattn.attention.mask import Rules
+from treeattn.attention.mask_tables import MaskTables
+from treeattn.attention.positions import as_runs
 from treeattn.shards import LAYOUTS, parse_layout
 
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16, np.float64)
 FLOAT8 = (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2)
+DEALT = (*LAYOUTS[:3], "uneven", "random")
+#: Of numbers whose sums tie, overflow or vanish; how many of their cases are drawn (`make test-bits`).
+KINDS = ("plain", "huge", "tiny", "mixed", "grid", "sink", "equal", "inf", "nan", "far")
+BITS_CASES = int(os.environ.get("TREEATTN_BITS_CASES", "0"))
 
 
 def random_qkv(
@@ -63,8 +71,7 @@ class Case:
     q_positions: Any
     rules: dict[str, Any]
     valid: Any
-    runs: list[tuple[slice, ...]]
-    owner: int
+    held: list[tuple[Any, Any]]  # of each rank: where its context stands, and which drafts it has
     hidden: float
     page_size: int  # 0: the cache lies in a row
     begins: Any = None
@@ -75,10 +82,10 @@ class Case:
     def scale(self) -> float:
         return float(self.q.shape[-1] ** -0.5)
 
-    def in_8_bits(self, seed: int) -> Case:
+    def in_8_bits(self, seed: int, kind: Any = None) -> Case:
         """The same rules over a cache of 8 bits."""
         rng = np.random.default_rng(seed)
-        kind = FLOAT8[rng.integers(2)]
+        kind = FLOAT8[rng.integers(2)] if kind is None else kind
         k, v, *drafts = (one.astype(kind) for one in (self.k, self.v, *self.drafts))
         scales = rng.uniform(0.25, 4, (2, k.shape[2])).astype(np.float32)
         return replace(self, k=k, v=v, drafts=tuple(drafts), scales=tuple(scales))
@@ -95,6 +102,46 @@ class Case:
         v, drafts = (np.take(one, taken, axis=3) for one in (self.v, self.drafts[1]))
         return replace(self, v=v, drafts=(self.drafts[0], drafts))
 
+    def of_numbers(self, rng: np.random.Generator) -> Case:
+        """The same rules for queries of float32 over a cache of a drawn kind and type of numbers."""
+        kind = str(rng.choice(KINDS))
+        q = self.q.astype(np.float32) * np.float32(2.0 ** rng.integers(-6, 7))
+        dtype = (*DTYPES[:3], *FLOAT8)[rng.choice(5, p=[0.4, 0.1, 0.3, 0.1, 0.1])]
+        with np.errstate(all="ignore"):
+            (k, v), drafts = (
+                [one.astype(dtype) for one in _numbers(rng, kind, shape)]
+                for shape in (self.k.shape, self.drafts[0].shape)
+            )
+        case = replace(self, q=q, k=k, v=v, drafts=tuple(drafts))
+        return case.in_8_bits(0, dtype) if k.dtype.itemsize == 1 else case
+
+    def without_drafts(self) -> Case:
+        """Of the context alone."""
+        none = {"drafts": tuple(one[:, :0] for one in self.drafts), "mask": self.mask[..., :0]}
+        held = [(context, own[:0]) for context, own in self.held]
+        return replace(self, **none, draft_positions=self.draft_positions[:, :0], held=held)
+
+    def dealt(self, rng: np.random.Generator, layout: str, size: int, block: int = 1) -> Case:
+        """Over other ranks; where nobody asks for positions, tokens may lie in any order."""
+        tokens, drafts = self.k.shape[1], self.mask.shape[2]
+        held = deal(rng, layout, tokens, drafts, size, block)
+        bare = not (self.rules or drafts or block > 1 or self.begins is not None)
+        if layout == "random" and bare and (np.asarray(self.valid) == tokens).all():
+            held = [(rng.permutation(context), own) for context, own in held]
+        return replace(self, held=held)
+
+    def tables(self, given: dict[str, Any]) -> MaskTables | None:
+        """What a kernel knows of a shard's mask, without sinks; None where positions are not known."""
+        if "positions" not in given:
+            return None
+        tables = MaskTables(replace(Rules(**self.rules), sink_logits=None), *self.q.shape[:2])
+        tokens = given["k"].shape[1] * (given["block_table"].shape[1] if self.page_size else 1)
+        tables.update(
+            *(as_runs(given["positions"]), tokens, given["lengths"], given["q_positions"]),
+            *(given.get(name) for name in ("mask", "draft_positions", "begins")),
+        )
+        return tables
+
     def part(self, queries: int, share: float) -> Case:
         """The first queries, over a share of each sequence."""
         stands, valid = self.q_positions[..., :queries], (np.asarray(self.valid) * share).astype(int)
@@ -108,24 +155,24 @@ class Case:
 
     def shard(self, rank: int) -> dict[str, Any]:
         """The arguments of `rank`. What lies beyond its lengths is NaN."""
-        tokens = self.k.shape[1]
-        own = [np.arange(tokens)[run] for run in self.runs[rank]]
-        chosen = np.concatenate([np.zeros(0, np.int64), *own])
-        k, v = self.k[:, chosen], self.v[:, chosen]
-        lengths = np.array([(chosen < valid).sum() for valid in self.valid])
-        given: dict[str, Any] = {"positions": chosen, "q_positions": self.q_positions, **self.rules}
+        context, own = self.held[rank]
+        k, v = self.k[:, context], self.v[:, context]
+        lengths = np.array([(context < valid).sum() for valid in self.valid])
+        given: dict[str, Any] = dict(self.rules)
+        if len(context) < 2 or (np.diff(context) > 0).all():
+            given |= {"positions": context, "q_positions": self.q_positions}
         given |= {} if self.begins is None else {"begins": self.begins}
-        if rank == self.owner and self.mask.shape[2]:
-            n = self.mask.shape[2]
+        if n := len(own):
+            drafts = [one[:, own] for one in self.drafts]
             k, v = (
                 np.concatenate([whole, np.zeros_like(part)], 1)
-                for whole, part in zip((k, v), self.drafts, strict=True)
+                for whole, part in zip((k, v), drafts, strict=True)
             )
             for b, length in enumerate(lengths):
-                for whole, part in zip((k, v), self.drafts, strict=True):
+                for whole, part in zip((k, v), drafts, strict=True):
                     whole[b, length : length + n] = part[b]
             lengths = lengths + n
-            given |= {"mask": self.mask, "draft_positions": self.draft_positions}
+            given |= {"mask": self.mask[:, :, own], "draft_positions": self.draft_positions[:, own]}
         for b, length in enumerate(lengths):
             k[b, length:], v[b, length:] = self.hidden, self.hidden
         given |= {"q": self.q, "k": k, "v": v, "lengths": lengths, "scale": self.scale}
@@ -164,13 +211,13 @@ class Case:
         return *reference.combine(parts), *reference.error_bounds([part])
 
 
-def draw(seed: int, size: int) -> Case:
-    """The same case on every rank."""
+def draw(seed: int, size: int, most: int = 2100) -> Case:
+    """The same case on every rank, of at most so many tokens."""
     rng = np.random.default_rng(seed)
     batch, queries = int(rng.integers(1, 4)), int(rng.choice([1, 1, 2, 3, 5, 9, 17]))
     kv_heads, group = int(rng.integers(1, 4)), int(rng.choice([1, 2, 4, 5]))
     heads, head_dim = kv_heads * group, int(rng.choice([8, 64, 72, 128]))
-    tokens = int(rng.choice([0, 1, 7, 40, 130, 700, 2100]))
+    tokens = int(rng.choice([n for n in (0, 1, 7, 32, 40, 130, 700, 2100) if n <= most]))
     dtype = DTYPES[rng.choice(len(DTYPES), p=[0.4, 0.2, 0.3, 0.1])]
     n = int(rng.choice([0, 0, 1, 3, 33]))
 
@@ -188,8 +235,7 @@ def draw(seed: int, size: int) -> Case:
         q_positions=q_positions,
         rules=_rules(rng, heads, tokens),
         valid=rng.integers(0, tokens + 1, batch) if rng.random() < 0.5 else np.full(batch, tokens),
-        runs=_runs(rng, tokens, size),
-        owner=int(rng.integers(size)),
+        held=deal(rng, str(rng.choice(DEALT)), tokens, n, size),
         hidden=float(rng.choice([np.nan, np.inf, 0])),
         page_size=int(rng.choice([0, 0, 0, 1, 7, 16, 64])),
         begins=rng.integers(0, tokens + 3, batch) if rng.random() < 0.3 else None,
@@ -210,9 +256,42 @@ def _rules(rng: np.random.Generator, heads: int, tokens: int) -> dict[str, Any]:
     return {name: value for name, value in drawn.items() if rng.random() < 0.45}
 
 
-def _runs(rng: np.random.Generator, tokens: int, size: int) -> list[tuple[slice, ...]]:
-    layout = str(rng.choice([*LAYOUTS[:3], "sizes"]))
-    if layout == "sizes":
-        cuts = np.sort(rng.integers(0, tokens + 1, size - 1))
-        layout = "sizes=" + ",".join(map(str, np.diff([0, *cuts, tokens])))
-    return [parse_layout(layout).runs(tokens, rank, size) for rank in range(size)]
+def _numbers(rng: np.random.Generator, kind: str, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    k, v = (rng.standard_normal(shape, np.float32) for _ in "kv")
+    if kind in ("huge", "tiny"):
+        v *= np.float32(2.0 ** {"huge": 120, "tiny": -145}[kind])
+    elif kind == "mixed":
+        v = np.ldexp(v, rng.integers(-60, 60, v.shape)).astype(np.float32)
+    elif kind == "grid":  # products that tie
+        v = np.ldexp(np.float32(1), rng.integers(-50, 40, v.shape)).astype(np.float32)
+        k = np.round(k * 2) / 2
+    elif kind == "far":
+        k *= np.float32(2.0**20)
+    elif kind == "equal":
+        k[:] = k[:, :1]
+    elif kind != "plain" and shape[1]:
+        at = rng.integers(shape[1])
+        if kind == "sink":
+            k[:, at] *= 30
+        else:
+            (k, v)[int(rng.integers(2))][:, at] = np.float32(kind)
+    return k, v
+
+
+def deal(
+    rng: np.random.Generator, layout: str, tokens: int, drafts: int, size: int, block: int = 1
+) -> list[tuple[Any, Any]]:
+    """`Case.held` of so many ranks: by a layout, uneven, or any tokens; block: so many that stay together."""
+    if block > 1:
+        owner = rng.integers(0, size, -(-tokens // block))[np.arange(tokens) // block]
+        own = [np.flatnonzero(owner == rank) for rank in range(size)]
+    elif layout == "random":
+        owner = rng.integers(0, size, tokens) if rng.random() < 0.7 else np.full(tokens, rng.integers(size))
+        own = [np.flatnonzero(owner == rank) for rank in range(size)]
+    elif layout == "uneven":
+        own = np.split(np.arange(tokens), np.sort(rng.integers(0, tokens + 1, size - 1)))
+    else:
+        runs = [parse_layout(layout).runs(tokens, rank, size) for rank in range(size)]
+        own = [np.concatenate([np.arange(tokens)[run] for run in ranks]) for ranks in runs]
+    holder = rng.integers(0, size, drafts)
+    return [(context, np.flatnonzero(holder == rank)) for rank, context in enumerate(own)]

@@ -1,4 +1,4 @@
-"""Verification cases, drawn from a seed, and the oracle: each beam alone, dense and causal, in float64."""
+"""Verification cases, drawn from a seed, and the oracle: each node over all that it sees, in float64."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from treeattn import reference
 from treeattn.shards import parse_layout
 from treeattn.token_tree import TokenTree
 
@@ -83,28 +84,12 @@ class Case:
         assert not out[~self.tree.real].any()
 
     def dense(self) -> tuple[Any, Any, float, float]:
-        """(out, lse) of every node and how far they may be off: each path alone, causal, over the context."""
-        batch, nodes, heads, head_dim = self.q.shape
-        group = heads // self.k.shape[2]
-        out, lse = np.zeros((batch, nodes, heads, head_dim)), np.full((batch, heads, nodes), -np.inf)
-        largest = largest_value = 0.0
-        for row in range(batch):
-            for leaf in np.flatnonzero(self.tree.real[row] & ~self.tree.inner[row]):
-                path = self.tree.path(row, int(leaf))
-                k, v = (
-                    np.concatenate([whole[row, : self.lengths[row]], drafts[row, path]]).astype(np.float64)
-                    for whole, drafts in ((self.k, self.draft_k), (self.v, self.draft_v))
-                )
-                for place, slot in enumerate(path):
-                    seen = self.lengths[row] + place + 1
-                    for head in range(heads):
-                        q, keys = self.q[row, slot, head].astype(np.float64), k[:seen, head // group]
-                        scores = self.scale * (keys @ q)
-                        largest = max(largest, self.scale * (np.abs(keys) @ np.abs(q)).max())
-                        weights = np.exp(scores - scores.max())
-                        out[row, slot, head] = weights @ v[:seen, head // group] / weights.sum()
-                        lse[row, head, slot] = scores.max() + np.log(weights.sum())
-                largest_value = max(largest_value, np.abs(v).max(initial=0))
-        if self.q.dtype == np.float64:
-            return out, lse, 1e-12, 1e-12
-        return out, lse, (2e-6 + 1e-6 * largest) * largest_value, 1e-5 + 1e-6 * largest
+        """(out, lse) of every node and how far they may be off: each over its context and its ancestors."""
+        tree = self.tree
+        context = np.arange(self.k.shape[1]) < self.lengths[:, None, None]
+        context = np.broadcast_to(context, (*self.q.shape[:2], self.k.shape[1]))
+        seen = np.concatenate([context, tree.mask], 2) & tree.real[:, :, None]
+        k, v = (np.concatenate(pair, 1) for pair in ((self.k, self.draft_k), (self.v, self.draft_v)))
+        part = reference.partial(self.q, k, v, scale=self.scale, seen=seen)
+        bounds = (1e-12, 1e-12) if self.q.dtype == np.float64 else reference.error_bounds([part])
+        return *reference.combine([part]), *bounds

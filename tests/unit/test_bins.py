@@ -3,16 +3,22 @@ pattern from every instruction set, sharding, schedule and order."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 import treeattn
 from tests.support.drawn import FACTOR
-from tests.support.token_sets import CASES, LAYOUTS, TYPES, drawn, isas, records_of, results, shards
+from tests.support.problems import BITS_CASES, DEALT, FLOAT8, draw
 from treeattn import bins, collectives
 from treeattn.backends import cpu
+from treeattn.backends.cpu.bins import attend
+from treeattn.backends.cpu.compile import available_isas
 from treeattn.collectives.executors import loopback
 
+#: What there is to compute with here.
+ISAS = (*available_isas(), "numpy")
 SCHEMES = [name for name in collectives.names("schedule") if name != "head_scatter"]
 
 
@@ -37,7 +43,7 @@ def compiled_merge(into, other):
     cpu.BinsOperator((into.shape[1] - bins.EXTRA) // 2).planned_merge(into, other)()
 
 
-@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("isa", ISAS)
 def test_the_merge_is_a_commutative_monoid_on_arbitrary_words(isa, monkeypatch):
     merge = bins.merge
     if isa != "numpy":
@@ -54,7 +60,7 @@ def test_the_merge_is_a_commutative_monoid_on_arbitrary_words(isa, monkeypatch):
     assert (merged(merge, a, nothing) == a)[sound].all()
 
 
-@pytest.mark.parametrize("isa", isas()[:-1])
+@pytest.mark.parametrize("isa", ISAS[:-1])
 def test_results_of_arbitrary_words_are_those_of_the_definition(isa, monkeypatch):
     monkeypatch.setenv("TREEATTN_ISA", isa)
     records = words(np.random.default_rng(6), 4000, 19)
@@ -87,8 +93,8 @@ def finished(record):
     return float(out[0, 0, 0, 0])
 
 
-@pytest.mark.parametrize("isa", isas()[:-1])
-@pytest.mark.parametrize("dtype", TYPES[2:])
+@pytest.mark.parametrize("isa", ISAS[:-1])
+@pytest.mark.parametrize("dtype", [np.float16, *FLOAT8])
 def test_every_number_of_a_narrow_type_is_read_right(dtype, isa, monkeypatch):
     monkeypatch.setenv("TREEATTN_ISA", isa)
     bits = np.dtype(dtype).itemsize * 8
@@ -100,7 +106,7 @@ def test_every_number_of_a_narrow_type_is_read_right(dtype, isa, monkeypatch):
     np.testing.assert_array_equal(out, v.astype(np.float32))
 
 
-@pytest.mark.parametrize("isa", isas()[:-1])
+@pytest.mark.parametrize("isa", ISAS[:-1])
 def test_a_block_drops_weights_below_the_hundredth_power_of_its_largest(isa, monkeypatch):
     monkeypatch.setenv("TREEATTN_ISA", isa)
     q, v = np.eye(1, 8, dtype=np.float32), np.stack([np.zeros(8), np.ones(8)]).astype(np.float32)
@@ -130,37 +136,60 @@ def test_what_is_cut_off_grows_with_the_tokens_as_promised():
     assert 3e-6 < error <= 2e-12 * tokens
 
 
+def records_of(case, rank, isa, monkeypatch, *, rng=None, threads=1, sinks=True, whole_blocks=False):
+    """The records of a shard [batch, heads, queries, width]; with `rng` in pages, or of other strides."""
+    how = rng.choice(["row", "row", "pages", "strides"]) if rng else "row"
+    case = replace(case, page_size=int(rng.integers(1, 40)) if how == "pages" else 0)
+    given = case.shard(rank)
+    k, v, scales = given["k"], given["v"], [given.get(name) for name in ("k_scale", "v_scale")]
+    if how == "strides":
+        k, v = (np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (k, v))
+    batch, queries, heads, _ = case.q.shape
+    records = bins.identity((batch, heads, queries), v.shape[3])
+    plan = {"scale": case.scale, "tables": case.tables(given), "whole_blocks": whole_blocks}
+    called = {"lengths": given["lengths"], "block_table": given.get("block_table")}
+    if isa == "numpy":
+        attend(case.q, k, v, records, *scales, **plan, **called)
+    else:
+        monkeypatch.setenv("TREEATTN_ISA", isa)
+        plan |= dict(zip(("k_scale", "v_scale"), scales, strict=True))
+        cpu.PlannedAttention(records, threads=threads, **plan)(case.q, k, v, *called.values())
+    for head, logit in enumerate(np.asarray(case.rules.get("sink_logits", ()), np.float32) if sinks else ()):
+        sink = bins.record_of_sink(logit, v.shape[3])
+        bins.merge(records[:, head], np.broadcast_to(sink, records[:, head].shape))
+    return records
+
+
 @pytest.mark.parametrize("whole_blocks", [False, True])
-@pytest.mark.parametrize("seed", range(CASES or 8 * FACTOR))
+@pytest.mark.parametrize("seed", range(BITS_CASES or 8 * FACTOR))
 def test_a_result_is_a_function_of_the_set_of_tokens(seed, whole_blocks, monkeypatch):
     """Or, where whole blocks are dealt out, of the set of blocks."""
     rng = np.random.default_rng([23, seed])
-    problem = drawn(rng)
-    if whole_blocks:
-        problem.mask = None
-    everything = np.arange(problem.context), np.arange(problem.drafts)
-    batch, queries, heads, _ = problem.q.shape
-    given = {"sinks": True, "whole_blocks": whole_blocks}
-    one = records_of(problem, everything, "numpy", monkeypatch, **given)
-    want = results(one)
-    names = isas()
-    for isa in names[:-1]:
-        threads = int(rng.integers(1, 4))
-        got = records_of(problem, everything, isa, monkeypatch, rng=rng, threads=threads, **given)
-        assert (got == one).all(), (problem.kind, isa, threads)
-        assert results(got) == want
+    case = draw(seed, 1, 130).part(5, 1).of_numbers(rng)
+    case = case.without_drafts() if whole_blocks else case
+    batch, queries, heads, _ = case.q.shape
+    one = records_of(case, 0, "numpy", monkeypatch, whole_blocks=whole_blocks)
+    want = [np.empty((batch, queries, heads, case.v.shape[3]), "f"), np.empty((batch, heads, queries), "f")]
+    got = [np.empty_like(array) for array in want]
+    cpu.planned_finish(one, *want)()
+    for isa in ISAS[:-1]:
+        given = {"rng": rng, "threads": int(rng.integers(1, 4)), "whole_blocks": whole_blocks}
+        found = records_of(case, 0, isa, monkeypatch, **given)
+        assert (found == one).all(), (isa, given)
+        cpu.planned_finish(found, *got)()
+        assert [x.tobytes() for x in got] == [x.tobytes() for x in want]
     for _ in range(4):
-        size, layout, scheme = int(rng.integers(1, 34)), str(rng.choice(LAYOUTS)), str(rng.choice(SCHEMES))
-        kinds = rng.choice(names, size, p=[*[0.9 / (len(names) - 1)] * (len(names) - 1), 0.1])
-        dealt = shards(rng, problem, layout, size, bins.BLOCK if whole_blocks else 1)
+        size, layout, scheme = int(rng.integers(1, 34)), str(rng.choice(DEALT)), str(rng.choice(SCHEMES))
+        kinds = rng.choice(ISAS, size, p=[*[0.9 / (len(ISAS) - 1)] * (len(ISAS) - 1), 0.1])
+        dealt = case.dealt(rng, layout, size, bins.BLOCK if whole_blocks else 1)
         parts = []
-        for rank, (own, isa) in enumerate(zip(dealt, kinds, strict=True)):
-            given["sinks"] = rank == 0
-            part = records_of(problem, own, isa, monkeypatch, rng=rng, **given)
+        for rank, isa in enumerate(kinds):
+            given = {"rng": rng, "sinks": rank == 0, "whole_blocks": whole_blocks}
+            part = records_of(dealt, rank, isa, monkeypatch, **given)
             parts.append(part.reshape(batch * heads * queries, -1))
         schedule = collectives.build(scheme, size=size)
-        for rank, got in enumerate(loopback.run(schedule, parts, cpu.BinsOperator(problem.v_dim))):
-            assert got.tobytes() == one.tobytes(), (problem.kind, size, layout, scheme, rank)
+        for rank, got_there in enumerate(loopback.run(schedule, parts, cpu.BinsOperator(case.v.shape[3]))):
+            assert got_there.tobytes() == one.tobytes(), (size, layout, scheme, rank)
 
 
 @pytest.mark.parametrize("blocks", [None, np.zeros(3, int)])
