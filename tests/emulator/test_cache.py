@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-import treeattn
 from tests.support.attention_contract import bits, zeros
 from tests.support.pages import in_pages
-from treeattn.backends.cuda.variants import TYPES_8
 from treeattn.errors import ArgumentError
 
 from .cases import Case, Inputs
@@ -19,20 +17,6 @@ from .runtime import EmulatorRuntime
 from .test_attention import CONTRACT
 
 needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
-
-
-@needs_emulator
-@pytest.mark.parametrize("kind", TYPES_8)
-@pytest.mark.usefixtures("runtime")
-def test_decode_takes_caches_of_8_bits(kind: str) -> None:
-    """Named, or as uint8; as on the processor, but that tensor cores round weights to 16 bits."""
-    q, k, v, _, _ = Case("float16", 64, group=8, batch=2, kv=kind).inputs()
-    scales = {"k_scale": [0.5, 2.0], "v_scale": 3.0}
-    wanted, lse = (array.copy() for array in treeattn.decode(q, treeattn.Shard(k, v, **scales)))
-    for keys, values, named in ((k, v, None), (k.view(np.uint8), v.view(np.uint8), kind)):
-        out, found = treeattn.decode(q, treeattn.Shard(keys, values, dtype=named, **scales), device="cuda")
-        np.testing.assert_allclose(out, wanted, rtol=0, atol=4e-3 * 3 * np.abs(v.astype(float)).max())
-        np.testing.assert_allclose(found, lse, rtol=0, atol=1e-5)
 
 
 @needs_emulator

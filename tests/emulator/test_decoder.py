@@ -11,26 +11,15 @@ import numpy as np
 import pytest
 
 import treeattn
-from tests.support.drawn import sample
 from tests.support.exporters import Dlpack, OnGpu
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.errors import ArgumentError, BackendError, RestrictionError, StateError, TransportError
+from treeattn.errors import ArgumentError, BackendError, StateError
 
-from .cases import CASES, Case, is_tensor_core_case
+from .cases import Case, is_tensor_core_case
 from .raw_module import compiler_problem
 from .runtime import EmulatorRuntime, LazyRuntime
 
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
-
-
-@pytest.mark.parametrize("case", sample(8, [case for case in CASES if not case.limited]), ids=str)
-def test_decode_is_exact(runtime: EmulatorRuntime, case: Case) -> None:
-    q, k, v, lengths, _ = case.inputs()
-    host_lengths = None if lengths is None else lengths.tolist()
-    out, lse = treeattn.decode(q, k, v, lengths=host_lengths, scale=case.scale, device="cuda")
-    case.check(out, lse, is_tensor_core_case(case) or not case.tensor_cores)
-    # Attention and finish: one rank has nothing to merge. Between them splits of wide heads are merged.
-    assert 2 <= runtime.launches <= 2 + (case.width > 256)
 
 
 def test_tensor_cores_can_be_switched_off(runtime: EmulatorRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,6 +30,7 @@ def test_tensor_cores_can_be_switched_off(runtime: EmulatorRuntime, monkeypatch:
     out, lse = treeattn.decode(q, k, v, scale=case.scale, device="cuda")
     case.check(out, lse, tensor_cores=False)
     assert (out != rounded).any()
+    assert runtime.launches == 4  # attention and finish: one rank has nothing to merge
     monkeypatch.setenv("TREEATTN_TENSOR_CORES", "off")
     with pytest.raises(treeattn.ArgumentError, match="TREEATTN_TENSOR_CORES=off: use 0 or 1"):
         treeattn.decode(q, k, v, device="cuda")
@@ -106,48 +96,19 @@ def test_output_by_heads(runtime: EmulatorRuntime, batch: int) -> None:
     case.check(*treeattn.decode(q, k, v, device="cuda", scheme=how), False)
 
 
-def good() -> dict[str, Any]:
-    q, k, v, _, _ = Case("float32", 64).inputs()
-    return {"q": q, "k": k, "v": v, "device": "cuda"}
-
-
-BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "float64": ({x: good()[x].astype(np.float64) for x in "qkv"}, ArgumentError, "device='cpu'"),
-    "a list": ({"q": [1.0]}, ArgumentError, "q is a list"),
-    "k of another type": ({"k": good()["k"].astype(np.float16)}, ArgumentError, "k and v are of one type"),
-    "bits of what": ({x: good()[x].astype(np.uint16) for x in "kv"}, ArgumentError, "dtype='bfloat16'"),
-    "three axes": ({"q": good()["q"][0]}, ArgumentError, "four axes"),
-    "head_dim": ({x: good()[x][..., :40] for x in "qkv"}, BackendError, "head_dim 40: there are 64"),
-    "lengths": ({"lengths": [151]}, ArgumentError, "between 0 and the shard's 150"),
-    "length of two": ({"lengths": [1, 2]}, ArgumentError, r"of shape \[1\]"),
-    "rows between 16 bytes": (
-        {x: np.zeros((1, 9, 2, 66), np.float32)[..., :64] for x in "kv"},
-        ArgumentError,
-        "multiples of 16 bytes",
-    ),
-    "a baseline": ({"scheme": "kv_ring"}, RestrictionError, "kv_ring is for device='cpu'.*take a schedule"),
-    "lengths of int32": ({"lengths": np.zeros(1, np.int32)}, ArgumentError, "int64"),
-    "last axis": (
-        {x: np.repeat(good()[x], 2, axis=3)[..., ::2] for x in "kv"},
-        ArgumentError,
-        "the last axis of k must be contiguous.*ascontiguousarray",
-    ),
-    "records of the host": (
-        {"scheme": treeattn.Reduction(transport="mpi")}, TransportError, "'nccl'.*'cuda-mpi'.*'host'",
-    ),
-    "library": ({"scheme": "mpi_allreduce"}, TransportError, "'host'"),
-    "nccl_allreduce on a CPU": (
-        {"scheme": "nccl_allreduce", "device": "cpu"}, RestrictionError, "take a schedule",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_has_one_clear_message(runtime: EmulatorRuntime, name: str) -> None:
-    change, error, message = BAD[name]
-    with pytest.raises(error, match=message) as caught:
-        treeattn.decode(**{**good(), **change})
-    assert "\n" not in str(caught.value)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q, k, v: (q.tolist(), k, v), "q is a list"),
+        (lambda q, k, v: (q, k.astype(np.float16), v), "k and v are of one type"),
+        (lambda q, k, v: (q, k.astype(np.uint16), v.astype(np.uint16)), "dtype='bfloat16'"),
+        (lambda q, k, v: (q, treeattn.Shard(k, v, [151])), "between 0 and the shard's 150"),
+    ],
+)
+def test_bad_input_has_one_clear_message(runtime: EmulatorRuntime, change: Any, message: str) -> None:
+    """Of what the processor refuses in other words, or somewhere else."""
+    with pytest.raises(ArgumentError, match=message):
+        treeattn.decode(*change(*Case("float32", 64).inputs()[:3]), device="cuda")
 
 
 def test_a_step_is_checked_against_the_plan(runtime: EmulatorRuntime) -> None:

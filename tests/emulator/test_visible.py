@@ -260,33 +260,45 @@ def test_a_captured_step_takes_masks_where_it_had_one(monkeypatch: pytest.Monkey
             assert (bits(array) == bits(bits_of)).all()
 
 
+def is_served(case: Any, kind: str) -> bool:
+    """By kernels of a GPU."""
+    if kind == "latent":
+        return case.q.dtype.itemsize == 2
+    return case.q.shape[3] in HEAD_DIMS and case.q.dtype != np.float64
+
+
 @needs_emulator
-@pytest.mark.parametrize("block", range(2))
+@pytest.mark.parametrize("kind", ["plain", "8 bits", "latent"])
 def test_drawn_cases_are_exact_and_a_decoder_has_their_bits(
-    block: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One rank: the cases of tests/mpi/test_visible.py that a GPU serves. The decoder's step comes after one
-    over other lengths and positions, which leaves tables of its own behind."""
+    over other lengths and positions, which leaves tables of its own behind; then it is captured."""
     runtime = EmulatorRuntime()
     monkeypatch.setattr(cupy_runtime, "current", lambda: runtime)
-    tried = 0
-    for seed in range(100 + block, 110 + 8 * FACTOR, 2):
-        case = draw(seed, 1)
-        if case.q.shape[3] not in HEAD_DIMS or case.q.dtype == np.float64:
-            continue
+    served = (case for case in (draw(seed, 1, 700) for seed in itertools.count(100)) if is_served(case, kind))
+    for seed, case in enumerate(itertools.islice(served, 5 * FACTOR)):
+        case = {"plain": case, "8 bits": case.in_8_bits(seed), "latent": case.wide_latent()}[kind]
         given = case.shard(0)
+        if kind == "8 bits" and seed % 2:
+            given |= {"dtype": case.k.dtype.name, **{name: given[name].view(np.uint8) for name in "kv"}}
         out, lse = treeattn.decode(device="cuda", **arguments.call(**given))
         wanted_out, wanted_lse, out_bound, lse_bound = case.expected()
         batch, queries, heads, head_dim = case.q.shape
-        if case.q.dtype != np.float32 and heads // case.k.shape[2] * queries >= 4:
+        if case.q.dtype != np.float32 and (case.v_dim or heads // case.k.shape[2] * queries >= 4):
             values = np.abs(np.concatenate([case.v, case.drafts[1]], 1).astype(float))
-            out_bound = max(out_bound, 4e-3 * values.max(initial=0))
-        where = f"seed {seed}, {case.rules}, q {case.q.shape} {case.q.dtype}, k {case.k.shape}"
+            largest = (values * (1 if case.scales is None else case.scales[1][:, None])).max(initial=0)
+            out_bound = max(out_bound, 4e-3 * largest)
+        where = f"seed {seed}, {case.rules}, q {case.q.shape} {case.q.dtype}, k {case.k.shape} {case.k.dtype}"
         np.testing.assert_allclose(out, wanted_out, rtol=0, atol=out_bound, err_msg=where)
         np.testing.assert_allclose(lse, wanted_lse, rtol=0, atol=lse_bound, err_msg=where)
         shape = {"batch": batch, "queries": queries, "heads": heads, "kv_heads": case.k.shape[2]}
         shape |= {"head_dim": head_dim, "dtype": case.q.dtype.name, "page_size": case.page_size or None}
-        step = {name: one for name, one in given.items() if name not in case.rules and name != "scale"}
+        shape |= {"cache_dtype": case.k.dtype.name, "v_dim": case.v_dim or None}
+        shape |= {name: given.pop(name) for name in ("k_scale", "v_scale") if name in given}
+        step = {name: one for name, one in given.items() if name not in case.rules}
+        for name in ("scale", "v_dim", "dtype"):
+            step.pop(name, None)
         fewer = {
             "lengths": np.maximum(given["lengths"] // 2, case.mask.shape[2]),
             "q_positions": np.zeros(queries, int),
@@ -294,7 +306,9 @@ def test_drawn_cases_are_exact_and_a_decoder_has_their_bits(
         plan = arguments.plan(**shape, scale=case.scale, device="cuda", **case.rules)
         with treeattn.Decoder(**plan) as decoder:
             decoder(**arguments.call(**step | fewer))
-            for array, one in zip(decoder(**arguments.call(**step)), (out, lse), strict=True):
-                assert (bits(array) == bits(one)).all(), where
-        tried += 1
-    assert tried
+            found = [[array.copy() for array in decoder(**arguments.call(**step))]]
+            if not case.page_size:
+                found.append(decoder.capture(**arguments.call(**step))())
+            for results in found:
+                for array, one in zip(results, (out, lse), strict=True):
+                    assert (bits(array) == bits(one)).all(), where

@@ -180,7 +180,7 @@ def test_ranks_that_sleep_in_a_barrier_are_not_late(comm):
     assert time.monotonic_ns() >= max(comm.allgather(came))
 
 
-def test_a_limit_that_one_rank_cannot_read_is_told_by_all(comm, monkeypatch):
+def test_a_limit_that_one_rank_cannot_read_is_told_by_all(comm, several, monkeypatch):
     last = comm.size - 1
     monkeypatch.setenv("TREEATTN_TIMEOUT", "soon" if comm.rank == last else "5")
     said = f"rank {last}: TREEATTN_TIMEOUT=soon: give a number of seconds, 0 for no limit"

@@ -96,6 +96,16 @@ class Case:
         drafts = self.drafts[0], self.drafts[0][..., :v_dim]
         return replace(self, v=self.k[..., :v_dim], drafts=drafts, v_dim=v_dim)
 
+    def wide_latent(self) -> Case:
+        """The same rules over one head of latents as wide as those for which there are kernels on a GPU."""
+
+        def widened(one: Any) -> Any:
+            return np.take(one, np.arange(576) % one.shape[3], axis=3)
+
+        k, draft_k = (widened(one[:, :, :1]) for one in (self.k, self.drafts[0]))
+        values = k[..., :512], draft_k[..., :512]
+        return replace(self, q=widened(self.q), k=k, v=values[0], drafts=(draft_k, values[1]), v_dim=512)
+
     def of_width(self, v_dim: int) -> Case:
         """The same rules over values of a width of their own."""
         taken = np.arange(v_dim) * self.k.shape[3] // v_dim
