@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from treeattn.collectives.executors.lowering import plan_program
 from treeattn.collectives.runtime import watchdog
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.memory import PeerMemory
-from treeattn.collectives.runtime.mpi_communicator import duplicate
 from treeattn.collectives.runtime.operator import OneSidedOperator, OneSidedStep
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
@@ -43,7 +43,8 @@ class Windows:
         self._operator: OneSidedOperator = spec.operator
         self._memory: PeerMemory = spec.memory
         self._seconds = watchdog.limit()
-        self._comm = duplicate(spec.comm)
+        with watchdog.Activity("planning a reduction"):
+            self._comm: Communicator = spec.comm.dup()
         self._window = 0  # address; there is none at 0
         self._opened: list[int] = []
         #: What runs a part of the program; None before `connect`, and on a rank alone, which has none.
@@ -97,13 +98,12 @@ class Windows:
         self.step = None
         while self._opened:
             self._memory.close_exposed(self._opened.pop())
-        everyone = self._comm.Ibarrier()
-        if not watchdog.poll(everyone.Test, self._seconds):
+        if not watchdog.poll(self._comm.start_barrier(), self._seconds):
             what = f"the end of {self.planned.name}"
             raise PeerTimeoutError(watchdog.timeout_message(what, "the other ranks", self._seconds))
         if self._window:
             self._memory.withdraw(self._window)
-        self._comm.Free()
+        self._comm.free()
 
 
 class PeerReducer(Reducer):

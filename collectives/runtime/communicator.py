@@ -145,6 +145,9 @@ class Communicator(Protocol):
     def barrier(self) -> None:
         """Return when all ranks have called."""
 
+    def start_barrier(self) -> Callable[[], bool]:
+        """Start one; what tells whether all ranks have."""
+
     def dup(self: C) -> C:
         """A communicator of the same ranks whose messages meet no others. Collective."""
 

@@ -120,6 +120,9 @@ class MpiCommunicator(MPI.Intracomm):
             self.owner.take()
         return self._wait.run(name, call, *arguments, **options)
 
+    def start_barrier(self) -> Callable[[], bool]:
+        return self.Ibarrier().Test
+
     def barrier_asleep(self) -> None:
         """A barrier that leaves the CPU to other ranks, which may work for as long as they run."""
         everyone = self.Ibarrier()

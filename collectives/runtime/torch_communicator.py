@@ -143,6 +143,11 @@ class TorchCommunicator:
     def barrier(self) -> None:
         self._run("barrier", dist.barrier, group=self.host)
 
+    def start_barrier(self) -> Callable[[], bool]:
+        started: Any = self._run("barrier", dist.barrier, group=self.host, async_op=True)
+        done: Callable[[], bool] = started.is_completed
+        return done
+
     def dup(self) -> TorchCommunicator:
         """The same group, with tags of its own: the next that no rank has taken."""
         self._known.channels = max(self.allgather(self._known.channels)) + 1

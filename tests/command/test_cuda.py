@@ -46,13 +46,14 @@ def commands(tmp_path_factory):
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.deep), 3])
 def test_decode_takes_the_same_path_as_on_a_cpu(tmp_path, commands, ranks):
     out, facts = tmp_path / "out.safetensors", tmp_path / "facts.json"
-    words = ("--transport", "host", "--layout", "zigzag", "--check", "--repeat", 2, "--out", out)
+    words = ("--layout", "zigzag", "--check", "--repeat", 2, "--out", out)
     done = treeattn(*commands["decode"], *words, "--json", facts, ranks=ranks, emulated=True)
-    assert "GPU" not in done.stderr
+    said = "treeattn: records travel from GPU to GPU by peer memory (transport='peer')\n"
+    assert done.stderr == said * (ranks > 1)
     found = load_file(out)
     CASE.check(found["out"], found["lse"], tensor_cores=True)
     (row,) = json.loads(facts.read_text())["results"]
-    assert (row["device"], row["transport"], row["same_bits"]) == ("cuda", "host", True)
+    assert (row["device"], row["transport"], row["same_bits"]) == ("cuda", "peer" if ranks > 1 else "mpi", True)
     assert row["bounds"][0] > 1e-3  # weights in 16 bits: the wider bound is the one that counts
     assert row["errors"]["oracle"][0] <= row["bounds"][0]
 
@@ -64,7 +65,7 @@ SERVED = "'nccl'.*'cuda-mpi'.*'host'"
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     sample(5, [
-        ("decode", "", SERVED),
+        ("decode", "--scheme mpi_allreduce", "is for transport='host', not None"),
         ("decode", "--transport mpi", SERVED),
         ("decode", "--transport cuda-mpi", "take transport='nccl' or 'host'"),
         ("decode", "--scheme mpi_allreduce --transport nccl", "transport='host'"),
@@ -74,7 +75,6 @@ SERVED = "'nccl'.*'cuda-mpi'.*'host'"
         ("compare", "--schemes kv_ring", "kv_ring is for device='cpu'"),
         ("compare", "--schemes nccl_allreduce --transport host", "is for transport='nccl', not 'host'"),
         ("compare", "--device cpu --transport host", "choose from mpi"),
-        ("generate", "", "needs a transport: transport='nccl'"),
         ("generate", "--transport mpi", "does not serve device='cuda'"),
         ("generate", "--transport host --decode kv_ring", "kv_ring is for device='cpu'"),
         ("generate", "--transport nccl", "NCCL is reached through CuPy"),

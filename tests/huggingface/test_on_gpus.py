@@ -4,6 +4,7 @@ goes by the host unasked."""
 from __future__ import annotations
 
 import copy
+import re
 
 import numpy as np
 import pytest
@@ -17,8 +18,8 @@ from tests.support.tiny_models import logits_of, padded, prompt, wide  # noqa: E
 from treeattn import cache_nodes, huggingface  # noqa: E402
 from treeattn.backends.cuda.device import Cuda  # noqa: E402
 from treeattn.cache.sharded import CacheLayer  # noqa: E402
-from treeattn.decoder import Reduction  # noqa: E402
-from treeattn.errors import ArgumentError  # noqa: E402
+from treeattn.decoder import Reduction, gpu_reducers  # noqa: E402
+from treeattn.errors import ArgumentError, TransportError  # noqa: E402
 
 pytestmark = [
     pytest.mark.mpi,
@@ -32,7 +33,6 @@ OTHERS = "Qwen3-MoE", "Gemma 2", "Gemma 3n", "GPT-OSS", "Phi-3", "Cohere2", "GPT
 DEEP = [
     pytest.param(family, kind, marks=pytest.mark.deep) for family in OTHERS for kind in ("float32", "float16")
 ]
-HOST = Reduction(transport="host")
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def runtime(comm):
 @pytest.fixture
 def cache_of(comm):
     """With room for less than the text: it grows."""
-    return lambda model: huggingface.ShardedKV(model.config, comm, capacity=16, scheme=HOST)
+    return lambda model: huggingface.ShardedKV(model.config, comm, capacity=16)
 
 
 @pytest.mark.parametrize(("family", "kind"), [*GATE, *DEEP])
@@ -78,6 +78,32 @@ def test_a_way_of_generate(comm, cache_of, way):
     wanted = model.generate(ids, **given).tolist()
     model.set_attn_implementation("treeattn")
     assert model.generate(ids, cache=cache_of(model), **given).tolist() == wanted
+
+
+@pytest.mark.parametrize("transport", ["peer", "nccl", "host"])
+def test_how_records_travel(comm, runtime, nccl_communicators, monkeypatch, capfd, transport):
+    """By peer memory, where it is not there by NCCL, and by the host where it is named, over ranks of MPI and
+    of process groups."""
+
+    def closed(*_):
+        raise TransportError("no peer access")
+
+    if transport == "nccl" and comm.rank == 0:
+        monkeypatch.setattr(runtime, "expose", closed)
+    gpu_reducers._say.cache_clear()
+    model, ids = wide("Llama", num_hidden_layers=2), prompt(1, 12)
+    given = {"max_new_tokens": 4, "do_sample": False}
+    wanted = model.generate(ids, **given).tolist()
+    model.set_attn_implementation("treeattn")
+    scheme = Reduction(transport="host") if transport == "host" else None
+    fresh = comm.dup()
+    fresh.kept = {}  # process groups have one for all duplicates
+    cache = huggingface.ShardedKV(model.config, fresh, capacity=16, scheme=scheme)
+    assert model.generate(ids, cache=cache, **given).tolist() == wanted
+    said = re.findall(r"^treeattn: .*transport='(\w+)'\)", capfd.readouterr().err, re.M)
+    alone = comm.size == 1 or comm.rank > 0 or transport == "host"
+    assert said == ([] if alone else [transport])
+    assert bool(nccl_communicators) == (transport == "nccl" and comm.size > 1)
 
 
 def continued(comm, cache_of, folder):

@@ -16,7 +16,7 @@ from tests.emulator.cases import Case
 from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import EmulatorRuntime
 from tests.support.drawn import FACTOR, sample
-from tests.support.ranks import assert_same_bits
+from tests.support.ranks import assert_same_bits, raised_by_all
 from tests.support.schemes import REPLICATED, assert_equal, copies
 from treeattn import Reduction, collectives
 from treeattn.backends import cpu
@@ -289,9 +289,78 @@ def test_trouble_with_the_query_of_one_rank_is_told_by_all(comm, runtime, monkey
         treeattn.decode(*shard(comm), comm=comm, device="cuda", scheme=how, q_root=0)
 
 
-def test_a_transport_is_chosen_never_guessed(comm, several, runtime):
-    with pytest.raises(treeattn.TransportError, match="'nccl'.*'cuda-mpi'.*'host'"):
-        treeattn.decode(*shard(comm), comm=comm, device="cuda")
+# What is taken where no transport is named
+
+
+def never_by_the_host(*_):
+    raise AssertionError("by way of the host, unasked")
+
+
+@pytest.fixture
+def unnamed(comm, runtime, monkeypatch, capfd):
+    """Called: (transport, what rank 0 says) of two decoders that name none, with the bits of the host."""
+    arrays = shard(comm)
+    with decoder_of(comm, scheme="hierarchical", transport="host") as staged:
+        wanted = copies(staged(*arrays))
+    monkeypatch.setitem(gpu_reducers.PLANNERS, "host", never_by_the_host)
+    gpu_reducers._say.cache_clear()
+
+    def made():
+        for _ in range(2):
+            with decoder_of(comm, scheme="hierarchical") as decoder:
+                for _ in range(3):
+                    assert_equal(decoder(*arrays), wanted)
+                transport = decoder.transport
+        assert not runtime._maps
+        return transport, capfd.readouterr().err
+
+    return made
+
+
+def lines(comm, text):
+    """What rank 0 is to say, alone."""
+    return "" if comm.rank else f"treeattn: records travel from GPU to GPU by {text}\n"
+
+
+def test_gpus_of_a_node_read_one_anothers_memory(comm, unnamed):
+    if comm.size == 1:
+        assert unnamed() == ("mpi", "")
+    else:
+        assert unnamed() == ("peer", lines(comm, "peer memory (transport='peer')"))
+
+
+@pytest.mark.usefixtures("two_nodes", "nccl_communicators")
+def test_nodes_of_several_gpus_send_between_them_by_nccl(comm, unnamed):
+    nodes = "peer memory within nodes and NCCL between them (transport='peer')"
+    assert unnamed() == (("peer", lines(comm, nodes)) if comm.size > 2 else by_nccl(comm))
+
+
+def by_nccl(comm, more=""):
+    return "nccl", lines(comm, f"NCCL (transport='nccl'){more}")
+
+
+@pytest.mark.parametrize("place", ["expose", "open_exposed"])
+def test_memory_that_one_rank_cannot_open_leaves_nccl(
+    comm, several, runtime, unnamed, nccl_communicators, monkeypatch, place
+):
+    def closed(*_):
+        raise treeattn.TransportError("no peer access")
+
+    if comm.rank == comm.size - 1:
+        monkeypatch.setattr(runtime, place, closed)
+    why = f"no transport='peer': rank {comm.size - 1}: no peer access"
+    assert unnamed() == by_nccl(comm, f"; {why}")
+    lacking = "no NCCL: install treeattn[nccl12]" if comm.rank == 0 else None
+    monkeypatch.setattr(nccl, "problem", lambda: lacking)
+    said = raised_by_all(comm, unnamed, f"^{why}; no transport='nccl': rank 0: no NCCL")
+    assert said.endswith("; transport='host' copies through the memory of the hosts, where it is named")
+
+
+def test_what_is_named_is_never_another(comm, several, runtime):
+    with pytest.raises(
+        treeattn.TransportError, match="mpi_allreduce on device='cuda' is for transport='host'"
+    ):
+        decoder_of(comm, scheme="mpi_allreduce")
     mine = Reduction(transport="host" if comm.rank else "nccl")
     with pytest.raises(treeattn.ArgumentError, match="transport differs"):
         treeattn.decode(*shard(comm), comm=comm, device="cuda", scheme=mine)

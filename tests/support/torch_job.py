@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.torchrun import without_mpi
+from treeattn.collectives.runtime import nccl
 from treeattn.mpi import communicators
 
 _LIMIT = datetime.timedelta(seconds=float(os.environ.get("TREEATTN_TEST_DEADLINE", "120")))
@@ -22,6 +23,45 @@ _OUTCOMES = dist.new_group(timeout=_LIMIT)  # never shared with the code under t
 def comm():
     """All ranks."""
     return communicators.intracomm(None)
+
+
+class NcclOverTorch:
+    """What `collectives.runtime.nccl.connect` gives, made of gloo's messages between emulated GPUs."""
+
+    def __init__(self, comm, runtime):
+        self.rank, self.size = comm.rank, comm.size
+        self._comm, self._runtime = comm.dup(), runtime
+
+    def group_start(self):
+        self._posts = []
+
+    def group_end(self):
+        posts = self._posts
+        self._runtime.queue(lambda: [work.wait() for work in dist.batch_isend_irecv(posts)])
+
+    def send(self, array, peer, call=dist.isend):
+        self._posts.append(self._comm.operation(call, self._runtime.inside(array), peer, 0))
+
+    def receive(self, array, peer):
+        self.send(array, peer, dist.irecv)
+
+    def check(self):
+        """gloo raises where something breaks."""
+
+    def close(self):
+        self._comm.free()
+
+    abort = close
+
+
+@pytest.fixture
+def nccl_communicators(monkeypatch):
+    """NCCL is there, and made of torch's messages; the list of what was connected."""
+    made = []
+    monkeypatch.setattr(nccl, "problem", lambda: None)
+    monkeypatch.setattr(nccl, "version", lambda: (2, 30))
+    monkeypatch.setattr(nccl, "connect", lambda *given: made.append(NcclOverTorch(*given)) or made[-1])
+    return made
 
 
 @pytest.hookimpl(tryfirst=True)

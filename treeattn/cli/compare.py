@@ -141,7 +141,7 @@ def _keys(
     rows = {one if isinstance(one, str) else one.name: select(one).row for one in chosen}
     for row in rows.values():
         if not set(over) & set(row.transports):  # raises, with what would serve
-            reducers.choose(device, over[0], row, 2)
+            reducers.candidates(device, over[0], row, 2)
     tokens, sizes = lists["seq_len"], lists["bytes"]
     if not tokens and not sizes:
         tokens, sizes = (4096, 65536), (8192,)

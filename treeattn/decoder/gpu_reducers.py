@@ -10,7 +10,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +26,7 @@ from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.reducers import by_module, over_mpi, refuse
-from treeattn.errors import TransportError, TreeattnError
+from treeattn.errors import ArgumentError, TransportError, TreeattnError
 from treeattn.mpi import communicators, library
 from treeattn.mpi.agreement import Agreement, collectively
 
@@ -127,23 +129,26 @@ def _check_peers(comm: Communicator, runtime: Any) -> None:
         with _for_other_nodes():
             _check_nccl(comm, runtime)
     near = next(node for node in nodes if comm.rank in node)
-    address, handle = collectively(comm, lambda: runtime.expose(1))
-    handles = comm.allgather(handle)
+    own: list[int] = []
     opened: list[int] = []
 
+    def expose() -> bytes:
+        address, handle = runtime.expose(1)
+        own.append(address)
+        return handle  # type: ignore[no-any-return]
+
     def open_all() -> None:
-        for rank in near:
-            if rank == comm.rank:
-                continue
-            opened.append(runtime.open_exposed(handles[rank]))
+        opened.extend(runtime.open_exposed(handles[rank]) for rank in near if rank != comm.rank)
 
     try:
+        handles = comm.allgather(collectively(comm, expose))
         collectively(comm, open_all)
     finally:
         for other in opened:
             runtime.close_exposed(other)
         comm.barrier()  # nobody withdraws what another has open
-        runtime.withdraw(address)
+        for address in own:
+            runtime.withdraw(address)
 
 
 def _over_cuda_mpi(
@@ -167,13 +172,38 @@ def problems(comm: Communicator, runtime: Runtime) -> dict[str, str | None]:
     """Transport of GPUs -> why these ranks cannot take it, with the remedy; None where they can. Collective,
     and the same on every rank."""
     found: dict[str, str | None] = {name: None for name, device in DEVICES.items() if device == "cuda"}
-    checks = {"nccl": _check_nccl, "peer": _check_peers, "cuda-mpi": _check_cuda_mpi}
-    for name, check in checks.items():
+    for name, check in _CHECKS.items():
         try:
             check(comm, runtime)
         except TreeattnError as error:
             found[name] = str(error)
     return found
+
+
+def first(names: tuple[str, ...], comm: Communicator, runtime: Any) -> str:
+    """The first of these transports that all ranks can have; between nodes of one rank each NCCL alone.
+    Rank 0 says it, once, and what keeps them from the one before. Collective. Raises `TransportError` where
+    there is none."""
+    nodes, lacking = communicators.node_groups(comm), []
+    for name in ("nccl",) if len(nodes) == comm.size else names:
+        try:
+            _CHECKS[name](comm, runtime)
+        except (TransportError, ArgumentError) as error:
+            lacking.append(f"no transport={name!r}: {error}")
+            continue
+        if comm.rank == 0:
+            near = "peer memory" if len(nodes) == 1 else "peer memory within nodes and NCCL between them"
+            by = near if name == "peer" else "NCCL"
+            _say("; ".join([f"records travel from GPU to GPU by {by} (transport={name!r})", *lacking]))
+        return name
+    raise TransportError(
+        f"{'; '.join(lacking)}; transport='host' copies through the memory of the hosts, where it is named"
+    )
+
+
+@functools.cache
+def _say(line: str) -> None:
+    print(f"treeattn: {line}", file=sys.stderr, flush=True)
 
 
 class Staged(Reducer):
@@ -235,6 +265,13 @@ def shared_gpu(comm: Communicator, runtime: Runtime) -> str | None:
             return f"ranks {', '.join(map(str, ranks))} share GPU {identity} of {devices[ranks[0]][1]}"
     return None
 
+
+#: Transport -> what raises, on all ranks, where they cannot have it.
+_CHECKS: dict[str, Callable[[Communicator, Any], None]] = {
+    "nccl": _check_nccl,
+    "peer": _check_peers,
+    "cuda-mpi": _check_cuda_mpi,
+}
 
 #: Transport -> what plans a scheme over it: of its selection, schedule, reduction and executor.
 PLANNERS: dict[str, Callable[[Selection, Schedule | None, ReductionSpec, str | None], Reducer]] = {

@@ -179,7 +179,7 @@ class LocalPlan:
         executor of a schedule, or groups of these. Collective."""
         request, buffers = self.request, self._buffers
         scheme, how, comm, device = request.scheme, request.how, spec.comm, request.device
-        chosen = reducers.choose(device.name, how.transport, scheme.row, comm.size, comm.library)
+        chosen = reducers.choose(comm, device, how, scheme.row)
         rounds = reducers.schedule(scheme, comm, how.output)
         attended = request.shape, request.logit_scale, buffers.records
 

@@ -85,7 +85,9 @@ def _reasons(plan: Plan) -> Iterator[tuple[str, str]]:
         "what ranks of one node take" if len(plan.comm.nodes) == 1 else "what ranks of several nodes take"
     )
     yield "scheme", "as asked for" if how.scheme is not None else unnamed
-    yield "transport", "as asked for" if how.transport else "the only one that needs no naming here"
+    tried = "the first of peer memory and NCCL that all ranks can have"
+    untold = "the only one here" if plan.transport == "mpi" else tried
+    yield "transport", "as asked for" if how.transport else untold
     if reducer.executor is not None:
         fastest = reducer.fallback or "the fastest that all ranks can have"
         yield "executor", "as asked for" if how.executor else fastest

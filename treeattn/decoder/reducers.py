@@ -5,7 +5,8 @@ attend while it communicates. Its row in the catalogue says which, and what it c
 name of one, but what ranks take where none is named.
 
 From the host there is one transport, ``"mpi"``, which between ranks of a process group is torch's messages.
-From GPUs there are four (`treeattn.decoder.gpu_reducers`), each taken only when it is named.
+From GPUs there are four (`treeattn.decoder.gpu_reducers`), of which peer memory and NCCL are tried where none
+is named.
 
 A library or a baseline plans its own reducer. The rounds of a schedule on the host are run by one of
 `treeattn.collectives.executors`, with the same bits:
@@ -97,9 +98,11 @@ def _built(scheme: Selection, size: int, nodes: tuple[tuple[int, ...], ...], res
     return scheme.build(size, nodes, result)
 
 
-def choose(device: str, transport: str | None, scheme: Scheme, size: int, library: str = "mpi") -> str:
-    """The transport of a scheme over `size` ranks: the one that is named if it serves, or the only one.
-    library: whose messages the ranks send, as `Communicator.library`.
+def candidates(
+    device: str, transport: str | None, scheme: Scheme, size: int, library: str = "mpi"
+) -> tuple[str, ...]:
+    """Transports of a scheme over `size` ranks: the one that is named, if it serves, or those that are tried
+    in turn where none is. library: whose messages the ranks send, as `Communicator.library`.
 
     Raises `TransportError`, which lists what would serve; `RestrictionError` where the scheme is not for
     the device.
@@ -110,29 +113,37 @@ def choose(device: str, transport: str | None, scheme: Scheme, size: int, librar
             f"{scheme.name} is made of MPI's own calls, and these ranks are {library}.distributed's: take a "
             "schedule, such as recursive_doubling"
         )
-    if library != "mpi" and transport in ("cuda-mpi", "peer"):
+    if library != "mpi" and transport == "cuda-mpi":
         raise TransportError(
-            f"transport={transport!r} needs MPI, and these ranks are {library}.distributed's: "
-            "take 'nccl' or 'host'"
+            f"transport='cuda-mpi' needs MPI, and these ranks are {library}.distributed's: take 'peer', "
+            "'nccl' or 'host'"
         )
     if not serving:
         served = scheme.devices[0]
         raise RestrictionError(f"{scheme.name} is for device={served!r}: on {device!r} take a schedule")
     if transport in serving:
-        return transport
+        return (transport,)
     if transport is not None and DEVICES.get(transport) != device:
         raise TransportError(
             f"transport {transport!r} does not serve device={device!r}: use {_CHOICES[device]}"
         )
-    if transport is None and len(serving) == 1 and serving != ["host"]:  # never by way of the host unasked
-        return serving[0]
-    if scheme.module:
+    unasked = tuple(name for name in ("mpi", "peer", "nccl") if name in serving)
+    if transport is not None or not unasked:
         raise TransportError(
             f"{scheme.name} on device={device!r} is for transport={serving[0]!r}, not {transport!r}"
         )
-    if size > 1:
-        raise TransportError(f"device={device!r} on {size} ranks needs a transport: {_CHOICES[device]}")
-    return "mpi"  # one rank sends nothing
+    return unasked if size > 1 or scheme.module else ("mpi",)  # one rank sends nothing
+
+
+def choose(comm: Communicator, device: Device, how: Reduction, scheme: Scheme) -> str:
+    """The transport that is named, or the first of the `candidates` that all ranks can have. Collective;
+    raises as they do, the same on every rank."""
+    names = candidates(device.name, how.transport, scheme, comm.size, comm.library)
+    if len(names) == 1:
+        return names[0]
+    from treeattn.decoder import gpu_reducers
+
+    return gpu_reducers.first(names, comm, device.memory)
 
 
 def plan(
@@ -162,7 +173,7 @@ def plan_reducer(
 
     scheme: not one that is fused.
     """
-    chosen = choose(device.name, how.transport, scheme.row, comm.size, comm.library)
+    chosen = choose(comm, device, how, scheme.row)
     reduction = ReductionSpec(comm, operator, buffer, 1, device.memory)
     return plan(chosen, scheme, schedule(scheme, comm, how.output), reduction, how.executor)
 

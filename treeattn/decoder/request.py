@@ -99,8 +99,9 @@ class Reduction:
         node, and `hierarchical` on several nodes.
     transport : str, optional
         How records travel: "mpi" from the host, which over a process group is torch's messages; from GPUs
-        "nccl", "peer", "cuda-mpi" or "host" (staged through page-locked memory). None is the only sensible
-        one, or an error that lists them.
+        "nccl", "peer", "cuda-mpi" or "host" (staged through page-locked memory). None is "mpi" from the host;
+        from GPUs "peer" (within nodes, with NCCL between them) or else "nccl", tried on all ranks and said in
+        a line of standard error.
     executor : str, optional
         What runs the rounds of a schedule on the host: "slots" or "program", compiled, or Python: "mpi" or,
         over a process group, "torch". None is the fastest that all ranks can have; the bits are the same.

@@ -52,8 +52,7 @@ class Session:
         Tokens that the cache has room for; the last token of a text needs none.
     scheme : str, Schedule or Reduction, optional
         As for `treeattn.decode`, rings too, and with sharded weights those that leave each rank its heads;
-        unless given `head_scatter` with sharded weights. Several ranks of a GPU's model
-        have to name a transport.
+        unless given `head_scatter` with sharded weights.
     layout : str
         Which rank holds which token of the prompt; a later token lies on rank position mod size.
     drafts : int
