@@ -66,7 +66,9 @@ class Slots:
     def ended(self, among: Collection[int] | None = None) -> list[int]:
         """The ranks of the node whose process has ended, of all or among these."""
         parts = self._parts.items()
-        return [rank for rank, part in parts if (among is None or rank in among) and part.owner.ended]
+        return [
+            rank for rank, part in parts if (among is None or rank in among) and part.owner.state == "ended"
+        ]
 
 
 def _flag_bytes(program: Program) -> int:

@@ -42,11 +42,6 @@ class Process(NamedTuple):
         return cls(number, _status(number)[1])
 
     @property
-    def ended(self) -> bool:
-        """Whether the process has ended."""
-        return self.state == "ended"
-
-    @property
     def state(self) -> str:
         """``running``, ``stopped`` (by a signal or a debugger) or ``ended``."""
         state, started = _status(self.number)

@@ -53,7 +53,11 @@ def test_decode_takes_the_same_path_as_on_a_cpu(tmp_path, commands, ranks):
     found = load_file(out)
     CASE.check(found["out"], found["lse"], tensor_cores=True)
     (row,) = json.loads(facts.read_text())["results"]
-    assert (row["device"], row["transport"], row["same_bits"]) == ("cuda", "peer" if ranks > 1 else "mpi", True)
+    assert (row["device"], row["transport"], row["same_bits"]) == (
+        "cuda",
+        "peer" if ranks > 1 else "mpi",
+        True,
+    )
     assert row["bounds"][0] > 1e-3  # weights in 16 bits: the wider bound is the one that counts
     assert row["errors"]["oracle"][0] <= row["bounds"][0]
 

@@ -20,6 +20,7 @@ from treeattn.backends.cuda.device import Cuda  # noqa: E402
 from treeattn.cache.sharded import CacheLayer  # noqa: E402
 from treeattn.decoder import Reduction, gpu_reducers  # noqa: E402
 from treeattn.errors import ArgumentError, TransportError  # noqa: E402
+from treeattn.huggingface import plans  # noqa: E402
 
 pytestmark = [
     pytest.mark.mpi,
@@ -152,10 +153,10 @@ def test_a_model_whose_keys_lie_on_cache_nodes(comm):
 
 FORGOTTEN = {
     "append": (CacheLayer, "_given", lambda layer, *given: given),
-    "decode": (huggingface.attention, "as_rows", lambda states: states.numpy().swapaxes(1, 2)),
+    "decode": (huggingface.attention, "as_rows", lambda states: states.numpy()),
     "select": (CacheLayer, "select", copied_by_numpy),
     "save": (Cuda, "to_host", lambda device, array: np.asarray(array)),
-    "result": (huggingface.tensors, "as_tensor", lambda array: torch.from_numpy(array.numpy())),
+    "result": (plans, "as_tensor", lambda array: torch.from_numpy(array.numpy())),
 }
 
 

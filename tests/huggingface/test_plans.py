@@ -40,11 +40,11 @@ def test_plans_are_those_of_the_last_lengths_and_of_one_token(comm, monkeypatch)
         logits(tokens)
     kinds = [
         list(planned)
-        for plans in {cache.plans, alone()}  # of one rank the same
+        for plans in {cache.plans(), alone()}  # of one rank the same
         for kind, planned in plans._decoders.items()
         if 0.21 in kind
     ]
     assert {len([tokens for tokens in kind if tokens > 1]) for kind in kinds if kind != [1]} == {MOST_LENGTHS}
     assert any(1 in kind for kind in kinds)
-    assert sorted(closed) == sorted([2, 3, 4] * len({cache.plans, alone()}))
+    assert sorted(closed) == sorted([2, 3, 4] * len({cache.plans(), alone()}))
     assert torch.equal(logits(2), first)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from treeattn.attention import arrays
 from treeattn.backends.device import Device
-from treeattn.collectives.runtime.cuda_graph import CudaGraph
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder.plan import Plan
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, StateError, TransportError
 from treeattn.mpi.agreement import collectively
+
+if TYPE_CHECKING:
+    from treeattn.collectives.runtime.cuda_graph import CudaGraph
 
 
 class CapturedStep:
@@ -85,6 +87,8 @@ def capture(
     as `MaskPlan.update` takes it. owner: of the plan, which has to live as long as the graph. in_order: what
     the plan's steps begin with. Raises as `Decoder.capture` says.
     """
+    from treeattn.collectives.runtime.cuda_graph import CudaGraph  # loaded where there are GPUs
+
     request = plan.request
     device, stream = request.device, request.device.stream
     if request.shape.page_size is not None:

@@ -40,8 +40,6 @@ from treeattn.mpi.agreement import Agreement, collectively
 from treeattn.partial import Array
 from treeattn.selection import named, select
 
-_BY_MPI = ("mpi", "cuda-mpi", "host")
-
 _CHOICES = {
     "cpu": "'mpi' or None",
     "cuda": "transport='nccl' (from GPU to GPU), 'peer' (GPUs of a node by one another's memory, nodes by "
@@ -108,7 +106,7 @@ def candidates(
     the device.
     """
     serving = [name for name in scheme.transports if DEVICES[name] == device]
-    if library != "mpi" and serving and scheme.module and serving[0] in _BY_MPI:
+    if library != "mpi" and serving and scheme.module and "nccl" not in serving:
         raise RestrictionError(
             f"{scheme.name} is made of MPI's own calls, and these ranks are {library}.distributed's: take a "
             "schedule, such as recursive_doubling"

@@ -20,8 +20,7 @@ from treeattn.huggingface.layers import (
 )
 from treeattn.huggingface.mask import Mask, mask
 from treeattn.huggingface.plans import Scoring
-from treeattn.huggingface.tensor_parallel import all_heads
-from treeattn.huggingface.tensors import as_rows, as_tensor, finished
+from treeattn.huggingface.tensors import all_heads, as_rows, finished
 
 #: What models pass along and attention has nothing to do with.
 _BESIDE_ATTENTION = {
@@ -163,7 +162,7 @@ def _attend(
             own.take(latents, at == 0)
             added = (as_rows(latents.together()),) if latents else (k, v)
             if by_heads:
-                added = tuple(all_heads(own.cache.comm, k, v))
+                added = all_heads(own.cache.comm, k, v)
     whole = own is None or at == 0  # all of it is in k and v: no other rank need be asked
     # The first latents are attended to as keys, except on a GPU, which has no kernel of such widths.
     turned = latents if not whole or query.device.type == "cuda" else None
@@ -182,7 +181,7 @@ def _attend(
             q = all_heads(own.cache.comm, q)[0]
         out, lse = own.attend(q, added, at, first, scoring, by_heads)
     if turned:
-        out = turned.values(as_tensor(out))
+        out = turned.values(out)
     return finished(out, lse, sinks, query.dtype)
 
 

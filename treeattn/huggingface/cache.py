@@ -32,7 +32,7 @@ from treeattn.huggingface.layers import NOT_ATTENDED, FullAttentionLayer, Slidin
 from treeattn.huggingface.origin import Origin
 from treeattn.huggingface.plans import Plans
 from treeattn.huggingface.remote import RemoteLayer
-from treeattn.huggingface.tensors import device_of, dtype_name
+from treeattn.huggingface.tensors import dtype_name
 from treeattn.mpi import communicators
 from treeattn.mpi.agreement import Agreement
 
@@ -134,7 +134,7 @@ class ShardedKV(Cache):
         for n in full:
             layers[n].alike = sum(wide[n] == wide[other] for other in full)
         # Once: a schedule of the user's is hashed by all its messages.
-        self._plans, self._plans_by_heads = (plans.of(self.comm, how) for how in (reduction, by_heads))
+        self._plans = tuple(plans.of(self.comm, how) for how in (reduction, by_heads))
         self.owner = Owner("this cache")
         self.waiting: FullAttentionLayer | None = None  # whose new tokens nothing attended to yet
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
@@ -165,15 +165,9 @@ class ShardedKV(Cache):
         self.origin.check()
         return self.layers[layer_idx].update(key_states, value_states)
 
-    @property
-    def plans(self) -> Plans:
-        """How its layers are attended."""
-        return plans.alone() if self.comm.size == 1 else self._plans
-
-    @property
-    def plans_by_heads(self) -> Plans:
-        """The same, where each rank goes on with its heads alone."""
-        return plans.alone() if self.comm.size == 1 else self._plans_by_heads
+    def plans(self, by_heads: bool = False) -> Plans:
+        """How its layers are attended; by_heads: where each rank goes on with its heads alone."""
+        return plans.alone() if self.comm.size == 1 else self._plans[by_heads]
 
     def check_attended(self) -> None:
         """Raise `StateError` where a layer was given tokens and nothing attended to them."""
@@ -227,7 +221,7 @@ class ShardedKV(Cache):
                 remote = self.nodes.cache(capacity=self.capacity, latent=latent, dtype=dtype, **shape)
                 self._shards[key] = iter([RemoteLayer(remote, number) for number in range(alike)])
             else:
-                place: Any = {"device": device_of(k), "latent": latent, "dtype": dtype}
+                place: Any = {"device": k.device.type, "latent": latent, "dtype": dtype}
                 first = ShardedCache(self.comm, capacity=self.capacity, **shape, **place)
                 for one in first.layers:
                     one.owner = self.owner

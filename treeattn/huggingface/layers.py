@@ -12,7 +12,6 @@ import torch
 from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
 
 from treeattn.errors import ArgumentError, StateError
-from treeattn.huggingface import tensor_parallel
 from treeattn.huggingface.plans import Scoring
 from treeattn.huggingface.remote import RemoteLayer
 
@@ -165,7 +164,7 @@ class FullAttentionLayer(CacheLayerMixin):
 
     def attend(
         self, q: Any, new: tuple[Any, ...], at: int, begins: Any, scoring: Scoring, by_heads: bool
-    ) -> tuple[Any, Any]:
+    ) -> tuple[Any, ...]:
         """Attention to all tokens of all ranks, of which those of k and v in `new` are still to be appended.
         by_heads: the result is this rank's heads alone. Collective."""
         if isinstance(self.shard, RemoteLayer):
@@ -176,14 +175,13 @@ class FullAttentionLayer(CacheLayerMixin):
             self.append(*new)
         stands, shard, cache = range(at, at + q.shape[1]), cast("CacheLayer", self.shard), self.cache
         v = shard.k[..., : self.rank] if self.rank else shard.v
-        given = q, shard.k, v, stands, scoring, shard.lengths, begins
-        if not by_heads:
-            return cache.plans.attend(*given)
-        out, lse = cache.plans_by_heads.attend(*given)
-        own = q.shape[2] // cache.comm.size
-        return tuple(
-            tensor_parallel.own_heads(cache.comm, one, axis, own) for one, axis in ((out, 2), (lse, 1))
-        )
+        attend = cache.plans(by_heads).attend
+        out, lse = attend(q, shard.k, v, stands, scoring, shard.lengths, begins)
+        if by_heads and out.shape[2] == q.shape[2]:  # the scheme has left all of them
+            count = q.shape[2] // cache.comm.size
+            own = slice(cache.comm.rank * count, (cache.comm.rank + 1) * count)
+            return out[:, :, own], lse[:, own]
+        return out, lse
 
     def take(self, latents: Latents | None, first: bool) -> None:
         """Whether latents lie here is what the first chunk of a sequence says. Raises `StateError` for
@@ -200,8 +198,18 @@ class FullAttentionLayer(CacheLayerMixin):
             )
 
     def is_part(self, heads: int) -> bool:
-        """Whether so many query heads are this rank's part of all."""
-        return tensor_parallel.is_sharded(heads, self.heads, self.cache.comm.size)
+        """Whether so many query heads are this rank's part of all, as of weights that are tensor parallel:
+        then all come together, which is little for a token, attend to this rank's tokens, and the result is
+        left to each rank by its heads. Raises `ArgumentError` for another part."""
+        size = self.cache.comm.size
+        if self.heads is None or heads == self.heads:
+            return False
+        if heads * size != self.heads:
+            raise ArgumentError(
+                f"this rank has {heads} of {self.heads} query heads, and the cache {size} ranks: the weights "
+                "must be tensor parallel over the ranks of the cache, or on none"
+            )
+        return True
 
 
 _handles = itertools.count(1)

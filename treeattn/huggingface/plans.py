@@ -10,11 +10,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from treeattn.attention.arrays import on_host
 from treeattn.attention.mask import Rules
 from treeattn.attention.shard import CacheFormat
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder import Decoder, Reduction
-from treeattn.huggingface.tensors import as_tensor, device_of, dtype_name
+from treeattn.huggingface.tensors import as_tensor, dtype_name
 from treeattn.mpi import communicators
 
 #: Queries of a plan at most: records are held for all of them.
@@ -53,14 +54,14 @@ class Plans:
 
     def attend(
         self,
-        q: Any,
+        q: torch.Tensor,
         k: Any,
         v: Any,
         stands: range,
         scoring: Scoring,
         lengths: Any = None,
         begins: Any = None,
-    ) -> tuple[Any, Any]:
+    ) -> tuple[torch.Tensor, ...]:
         """out [batch, queries, own heads, v_dim] and lse [batch, own heads, queries], which hold until the
         next call.
 
@@ -74,13 +75,17 @@ class Plans:
         for first in range(0, len(stands), MOST_QUERIES):
             part = slice(first, first + MOST_QUERIES)
             decoder = self._decoder(q[:, part], k, v, scoring, causal)
-            if not causal and begins is None and lengths is not None:
-                end = int(lengths[0])  # as a slice it is one call of compiled code
-                return decoder(q, k[:, :end], v[:, :end])
+            some: Any = q[:, part]
+            if q.device.type == "cpu":  # NumPy's arrays a decoder takes at once
+                some, k, v = map(on_host, "qkv", (some, k, v))
             seen: dict[str, Any] = {"q_positions": np.array(stands[part])} if causal else {}
-            both = decoder(q[:, part], k, v, lengths, begins=begins, **seen)
+            if causal or begins is not None or lengths is None:
+                both = decoder(some, k, v, lengths, begins=begins, **seen)
+            else:
+                end = int(lengths[0])  # as a slice it is one call of compiled code
+                both = decoder(some, k[:, :end], v[:, :end])
             if len(stands) <= MOST_QUERIES:
-                return both
+                return tuple(map(as_tensor, both))
             parts.append([as_tensor(one).clone() for one in both])  # a decoder writes it again
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs, 1), torch.cat(lses, 2)
@@ -106,7 +111,7 @@ class Plans:
                 scheme=self._reduction,
                 scale=scoring.scale,
                 rules=scoring.rules(causal),
-                device=device_of(q),
+                device=q.device.type,
                 cache=CacheFormat(positions="interleaved", v_dim=v_dim),
             )
             decoder.owner = self._owner

@@ -10,7 +10,7 @@ from treeattn.decoder import Prefill
 from treeattn.errors import ArgumentError
 from treeattn.huggingface.mask import begins_of
 from treeattn.huggingface.plans import Scoring
-from treeattn.huggingface.tensors import as_rows, device_of, digest, dtype_name, finished
+from treeattn.huggingface.tensors import as_rows, as_tensor, digest, dtype_name, finished
 from treeattn.mpi.agreement import Agreement
 
 if TYPE_CHECKING:
@@ -162,9 +162,9 @@ class Dealt:
         kind = scoring, *planned.values()
         if kind not in self._planned:
             how: Any = {"scale": scoring.scale, "rules": scoring.rules()}
-            how |= {"device": device_of(q), "positions": "interleaved"}
+            how |= {"device": q.device.type, "positions": "interleaved"}
             self._planned[kind] = Prefill(self._comm, **planned, **how)
-        out, lse = self._planned[kind](q, k, v, begins=self._begins)
+        out, lse = map(as_tensor, self._planned[kind](q, k, v, begins=self._begins))
         return finished(out, lse, sinks, query.dtype)
 
     def close(self) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from treeattn.cache_nodes import RemoteCache
 from treeattn.huggingface.plans import Scoring
-from treeattn.huggingface.tensors import as_rows
+from treeattn.huggingface.tensors import as_tensor
 
 
 class RemoteLayer:
@@ -23,13 +21,11 @@ class RemoteLayer:
         """Tokens of each sequence, int64 [batch]."""
         return self.cache.totals[self._number]
 
-    def append(self, k: Any, v: Any = None) -> None:
+    def append(self, k: Any, v: Any = None, counts: Any = None) -> None:
         """Add the next tokens of each sequence."""
-        self.cache.append(self._number, _on_host(k), None if v is None else _on_host(v))
+        self.cache.append(self._number, k.cpu(), None if v is None else v.cpu())
 
-    def append_own(self, k: Any, v: Any, counts: Any) -> None:
-        """Add the next tokens: rank 0 has all of them."""
-        self.append(k, v)
+    append_own = append  # rank 0 has all of them
 
     def rollback(self, totals: Any) -> None:
         """Forget all but the first `totals` tokens of each sequence."""
@@ -41,15 +37,8 @@ class RemoteLayer:
         if self._number == 0:
             self.cache.select(rows)
 
-    def attend(self, q: Any, new: tuple[Any, ...], begins: Any, scoring: Scoring) -> tuple[Any, Any]:
+    def attend(self, q: Any, new: tuple[Any, ...], begins: Any, scoring: Scoring) -> tuple[Any, ...]:
         """Attention to all tokens, of which k and v in `new` come with q."""
         how: dict[str, Any] = {"begins": begins, "scale": scoring.scale, "rules": scoring.rules()}
-        out, lse = self.cache.step(self._number, *map(_on_host, (q, *new)), **how)
-        if isinstance(q, torch.Tensor):
-            return torch.from_numpy(out).to(q.device), torch.from_numpy(lse).to(q.device)
-        return out.copy(), lse.copy()
-
-
-def _on_host(rows: Any) -> Any:
-    """[batch, tokens, heads, dim] of a GPU as an array of the host."""
-    return as_rows(rows.transpose(1, 2).cpu()) if isinstance(rows, torch.Tensor) else rows
+        both = self.cache.step(self._number, *(one.cpu() for one in (q, *new)), **how)
+        return tuple(as_tensor(one).to(q.device) for one in both)

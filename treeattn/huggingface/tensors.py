@@ -1,29 +1,16 @@
-"""Tensors of transformers as arrays that treeattn reads where they lie, and back."""
+"""Tensors of transformers as treeattn takes them, and back."""
 
 from __future__ import annotations
 
 import hashlib
 from typing import Any
 
-import ml_dtypes
 import torch
 
 
 def as_rows(states: torch.Tensor) -> Any:
-    """[batch, heads, tokens, dim] as an array [batch, tokens, heads, dim], not copied: of NumPy, or of a GPU
-    the tensor itself, which goes on by DLPack."""
-    if states.requires_grad:
-        states = states.detach()
-    if states.device.type == "cuda":
-        return states.transpose(1, 2)
-    if states.dtype == torch.bfloat16:
-        return states.view(torch.int16).numpy().view(ml_dtypes.bfloat16).swapaxes(1, 2)
-    return states.numpy().swapaxes(1, 2)
-
-
-def device_of(rows: Any) -> str:
-    """Where what `as_rows` gave lies."""
-    return "cuda" if isinstance(rows, torch.Tensor) else "cpu"
+    """[batch, heads, tokens, dim] as [batch, tokens, heads, dim], not copied."""
+    return states.detach().transpose(1, 2)
 
 
 def as_tensor(array: Any) -> torch.Tensor:
@@ -33,10 +20,17 @@ def as_tensor(array: Any) -> torch.Tensor:
 
 def finished(out: Any, lse: Any, sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """With the sink of each head, which has no value: exp(lse) / (exp(lse) + exp(sink)) of the result."""
-    if sinks is None:
-        return as_tensor(out).to(dtype, copy=True)  # models keep it, a decoder writes its own again
-    share = torch.sigmoid(as_tensor(lse) - sinks.detach().float()[None, :, None])
-    return (as_tensor(out) * share.transpose(1, 2)[..., None]).to(dtype)
+    if sinks is not None:
+        share = torch.sigmoid(lse - sinks.detach().float()[None, :, None])
+        out = out * share.transpose(1, 2)[..., None]
+    made: torch.Tensor = out.to(dtype, copy=sinks is None)  # models keep it, a decoder writes its own again
+    return made
+
+
+def all_heads(comm: Any, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Tensors [batch, tokens, own heads, dim] with the heads of all ranks, in one message. Collective."""
+    ranks = zip(*comm.allgather([one.cpu().contiguous() for one in own]), strict=True)
+    return tuple(torch.cat(parts, 2).to(own[0].device) for parts in ranks)
 
 
 def dtype_name(tensor: Any) -> str:
