@@ -24,7 +24,7 @@ from treeattn.cache.index import NAME, Index, Part, read_index
 from treeattn.cache.placement import LayerPlan, Reach, ordered
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError, BackendError, TreeattnError
-from treeattn.mpi.agreement import Agreement, collectively
+from treeattn.mpi.communicators import Agreement, collectively
 from treeattn.partial import Array
 
 if TYPE_CHECKING:

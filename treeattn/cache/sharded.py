@@ -23,7 +23,7 @@ from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import Agreement, collectively
+from treeattn.mpi.communicators import Agreement, collectively
 from treeattn.partial import Array
 
 if TYPE_CHECKING:

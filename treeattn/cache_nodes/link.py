@@ -12,7 +12,7 @@ from treeattn.collectives.runtime.reducer import Owner
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ANOTHER_PROCESS, StateError
 from treeattn.mpi import job, library
-from treeattn.mpi.agreement import collectively, exchange
+from treeattn.mpi.communicators import collectively, exchange
 
 __all__ = ["NodeLink"]
 

@@ -17,7 +17,7 @@ from treeattn.cache_nodes.view import CachePlan, View, ViewAttention
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError, TransportError, TreeattnError
 from treeattn.mpi import communicators, job
-from treeattn.mpi.agreement import collectively, exchange
+from treeattn.mpi.communicators import collectively, exchange
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

@@ -12,7 +12,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.reducers import schedule as planned
 from treeattn.errors import RestrictionError
 from treeattn.mpi import library
-from treeattn.mpi.agreement import collectively
+from treeattn.mpi.communicators import collectively
 from treeattn.selection import select
 
 __all__ = ["Tree", "meet"]

@@ -23,7 +23,7 @@ from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import reducers
 from treeattn.errors import ArgumentError, MissingPackageError, TransportError, TreeattnError
-from treeattn.mpi.agreement import broadcast_from_root, collectively
+from treeattn.mpi.communicators import broadcast_from_root, collectively
 from treeattn.report import Progress, Report
 from treeattn.selection import CATALOG, select
 from treeattn.study import environment, extra

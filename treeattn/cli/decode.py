@@ -22,7 +22,7 @@ from treeattn.cli.verdict import Judge, Row, ended_with, plural, show
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.decoder import Decoder
 from treeattn.decoder.request import Reduction
-from treeattn.mpi.agreement import collectively
+from treeattn.mpi.communicators import collectively
 from treeattn.partial import Array
 from treeattn.report import Column, Progress, Report, count, microseconds
 from treeattn.shards import Layout

@@ -30,7 +30,7 @@ from treeattn.llama.model import WEIGHTS, Llama
 from treeattn.llama.session import Session
 from treeattn.llama.thread_limits import ThreadLimits
 from treeattn.llama.tokenizer import Tokenizer
-from treeattn.mpi.agreement import collectively
+from treeattn.mpi.communicators import collectively
 from treeattn.report import Progress, Report
 from treeattn.study import environment
 

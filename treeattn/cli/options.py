@@ -14,7 +14,7 @@ from treeattn.collectives.runtime.communicator import Communicator, MpiCommunica
 from treeattn.collectives.schedule import Payload
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import collectively, must_match
+from treeattn.mpi.communicators import collectively, must_match
 from treeattn.report import Report
 from treeattn.shards import LAYOUTS, parse_layout
 

@@ -9,7 +9,7 @@ from treeattn.backends.device import Device
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import collectively
+from treeattn.mpi.communicators import collectively
 
 
 def own_device(world: Communicator, name: str) -> tuple[Device, str | None]:

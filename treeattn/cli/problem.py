@@ -13,7 +13,7 @@ from treeattn.attention.shape import Shape, dtype_name
 from treeattn.attention.shard import CacheFormat
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError
-from treeattn.mpi.agreement import collectively, must_match
+from treeattn.mpi.communicators import collectively, must_match
 from treeattn.partial import Array
 from treeattn.report import Progress
 from treeattn.shards import Layout

@@ -13,7 +13,7 @@ from treeattn.cli.options import Output
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError, ScheduleError
-from treeattn.mpi.agreement import broadcast_from_root
+from treeattn.mpi.communicators import broadcast_from_root
 from treeattn.selection import select
 
 _NAME_LIMIT = 100  # it stands in tables

@@ -15,7 +15,7 @@ from treeattn.cli.problem import Problem
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.decoder import Decoder
 from treeattn.errors import ArgumentError
-from treeattn.mpi.agreement import collectively, must_match
+from treeattn.mpi.communicators import collectively, must_match
 from treeattn.partial import Array
 from treeattn.report import LEGEND, Column, Report, identical
 

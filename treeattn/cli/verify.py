@@ -19,7 +19,7 @@ from treeattn.cli.verdict import Judge, Row, ended_with, plural, show
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError
-from treeattn.mpi.agreement import collectively
+from treeattn.mpi.communicators import collectively
 from treeattn.partial import Array
 from treeattn.report import Column, Progress, Report, microseconds
 from treeattn.shards import Layout

@@ -10,7 +10,7 @@ from treeattn.backends.device import Device
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder.plan import Plan
 from treeattn.errors import ArgumentError, BackendError, RestrictionError, StateError, TransportError
-from treeattn.mpi.agreement import collectively
+from treeattn.mpi.communicators import collectively
 
 if TYPE_CHECKING:
     from treeattn.collectives.runtime.cuda_graph import CudaGraph

@@ -30,7 +30,7 @@ from treeattn.decoder.reducers import selected
 from treeattn.decoder.request import Reduction, Request, telling_arguments
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import Agreement, collectively
+from treeattn.mpi.communicators import Agreement, collectively
 from treeattn.partial import Array
 
 

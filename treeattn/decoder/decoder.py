@@ -15,7 +15,7 @@ from treeattn.decoder.reducers import selected
 from treeattn.decoder.request import Reduction, Request, telling_arguments
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import Agreement
+from treeattn.mpi.communicators import Agreement
 
 
 class Decoder(PlannedDecode):

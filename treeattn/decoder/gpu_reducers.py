@@ -28,7 +28,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.reducers import by_module, over_mpi, refuse
 from treeattn.errors import ArgumentError, TransportError, TreeattnError
 from treeattn.mpi import communicators, library
-from treeattn.mpi.agreement import Agreement, collectively
+from treeattn.mpi.communicators import Agreement, collectively
 
 if TYPE_CHECKING:
     from treeattn.collectives.executors import peer

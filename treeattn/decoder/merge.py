@@ -30,7 +30,7 @@ from treeattn.decoder.reducers import folding, plan_reducer
 from treeattn.decoder.request import Reduction, telling_arguments
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import Agreement, collectively
+from treeattn.mpi.communicators import Agreement, collectively
 from treeattn.partial import Array
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import pipeline, reducers
 from treeattn.decoder.mask_plan import DeclaredPositions, MaskPlan, check_blocks
 from treeattn.decoder.request import Request
-from treeattn.mpi.agreement import collectively
+from treeattn.mpi.communicators import collectively
 from treeattn.partial import Array
 
 

@@ -21,7 +21,7 @@ from treeattn.decoder.captured_step import CapturedStep
 from treeattn.decoder.plan import LocalPlan, Plan
 from treeattn.decoder.request import refuse
 from treeattn.errors import ArgumentError, StateError
-from treeattn.mpi.agreement import Agreement
+from treeattn.mpi.communicators import Agreement
 from treeattn.partial import Array
 
 if TYPE_CHECKING:

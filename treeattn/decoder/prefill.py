@@ -28,7 +28,7 @@ from treeattn.decoder.plan import sinks
 from treeattn.decoder.request import refuse, telling_arguments
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import Agreement
+from treeattn.mpi.communicators import Agreement
 from treeattn.partial import Array
 from treeattn.shards import parts
 

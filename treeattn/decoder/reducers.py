@@ -36,7 +36,7 @@ from treeattn.decoder.request import Reduction, of_reduction
 from treeattn.decoder.request import refuse as refuse_properties
 from treeattn.errors import RestrictionError, SharingError, TransportError
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import Agreement, collectively
+from treeattn.mpi.communicators import Agreement, collectively
 from treeattn.partial import Array
 from treeattn.selection import named, select
 

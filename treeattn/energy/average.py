@@ -28,7 +28,7 @@ from treeattn.decoder.reducers import folding, plan_reducer
 from treeattn.decoder.request import Reduction, Request
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import Agreement, collectively
+from treeattn.mpi.communicators import Agreement, collectively
 from treeattn.partial import Array
 
 _BLOCK_BYTES = 1 << 25  # about what the arrays of a block of tokens may take

@@ -13,7 +13,7 @@ from transformers.generation import GenerationMixin, LogitsProcessor, LogitsProc
 
 from treeattn.errors import ArgumentError
 from treeattn.huggingface.tensors import digest
-from treeattn.mpi.agreement import Agreement, must_match
+from treeattn.mpi.communicators import Agreement, must_match
 
 #: Ids of each sequence that are compared for a token, after all of them for the first.
 _RECENT = 256

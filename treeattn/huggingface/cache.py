@@ -34,7 +34,7 @@ from treeattn.huggingface.plans import Plans
 from treeattn.huggingface.remote import RemoteLayer
 from treeattn.huggingface.tensors import dtype_name
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import Agreement
+from treeattn.mpi.communicators import Agreement
 
 _ATTENTION = {"full_attention": FullAttentionLayer, "sliding_attention": SlidingWindowLayer}
 _STATES = ("linear_attention", "conv", "dummy")

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from treeattn.errors import ArgumentError, StateError
 from treeattn.huggingface.mask import begins_of
-from treeattn.mpi.agreement import Agreement
+from treeattn.mpi.communicators import Agreement
 
 if TYPE_CHECKING:
     from treeattn.huggingface.cache import ShardedKV

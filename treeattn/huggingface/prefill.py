@@ -11,7 +11,7 @@ from treeattn.errors import ArgumentError
 from treeattn.huggingface.mask import begins_of
 from treeattn.huggingface.plans import Scoring
 from treeattn.huggingface.tensors import as_rows, as_tensor, digest, dtype_name, finished
-from treeattn.mpi.agreement import Agreement
+from treeattn.mpi.communicators import Agreement
 
 if TYPE_CHECKING:
     from treeattn.huggingface.cache import ShardedKV

@@ -10,7 +10,7 @@ from treeattn.errors import ArgumentError
 from treeattn.huggingface.layers import FullAttentionLayer
 from treeattn.huggingface.origin import config_digest
 from treeattn.huggingface.remote import RemoteLayer
-from treeattn.mpi.agreement import Agreement, collectively
+from treeattn.mpi.communicators import Agreement, collectively
 
 if TYPE_CHECKING:
     from treeattn.cache.index import Index

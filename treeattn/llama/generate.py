@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from treeattn.collectives.runtime import watchdog
 from treeattn.llama.drafts import Drafter, draft_tree
 from treeattn.llama.session import Session
-from treeattn.mpi.agreement import broadcast_from_root
+from treeattn.mpi.communicators import broadcast_from_root
 from treeattn.partial import Array
 
 

@@ -24,7 +24,7 @@ from treeattn.llama.config import Config, Rope, read_config
 from treeattn.llama.tensor_parallel import Linear, Loader, TensorParallelGroup, Tokens
 from treeattn.llama.weights import RandomWeights, Weights
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import Agreement
+from treeattn.mpi.communicators import Agreement
 from treeattn.partial import Array
 from treeattn.shards import parts
 

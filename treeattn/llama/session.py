@@ -28,7 +28,7 @@ from treeattn.errors import ArgumentError
 from treeattn.llama.model import Attend, Llama
 from treeattn.llama.tensor_parallel import Tokens
 from treeattn.mpi import communicators, library
-from treeattn.mpi.agreement import Agreement, broadcast_from_root
+from treeattn.mpi.communicators import Agreement, broadcast_from_root
 from treeattn.partial import Array
 from treeattn.selection import select
 from treeattn.shards import parse_layout

@@ -8,7 +8,7 @@ from typing import Any
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import MissingPackageError
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import Agreement
+from treeattn.mpi.communicators import Agreement
 
 #: A site or a user that sets one of these has decided for NumPy; OURS is that of our own kernels.
 _SETTINGS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from treeattn.collectives.runtime.communicator import Given
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import broadcast_from_root
+from treeattn.mpi.communicators import broadcast_from_root
 from treeattn.token_tree.tree import Integers, TokenTree, integers
 
 Probabilities = NDArray[np.float64]

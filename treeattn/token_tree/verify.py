@@ -30,7 +30,7 @@ from treeattn.decoder.reducers import folding
 from treeattn.decoder.request import Reduction, refuse, telling_arguments
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
-from treeattn.mpi.agreement import Agreement
+from treeattn.mpi.communicators import Agreement
 from treeattn.partial import Array
 from treeattn.token_tree.owners import check_owner, draft_owners
 from treeattn.token_tree.tree import TokenTree

@@ -18,7 +18,7 @@ from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Payload, Schedule
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.mpi import topology
-from treeattn.mpi.agreement import collectively
+from treeattn.mpi.communicators import collectively
 from treeattn.selection import select
 from treeattn.study.compare.rows import SUM, Key
 from treeattn.study.decode_step import (

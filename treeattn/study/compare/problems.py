@@ -18,7 +18,7 @@ from treeattn.backends import device as devices
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError
-from treeattn.mpi.agreement import Agreement, collectively
+from treeattn.mpi.communicators import Agreement, collectively
 from treeattn.partial import Array
 from treeattn.shards import Layout
 from treeattn.study import environment

@@ -17,7 +17,7 @@ from treeattn.decoder.plan import LocalPlan
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.request import Reduction, Request
 from treeattn.mpi import library
-from treeattn.mpi.agreement import Agreement
+from treeattn.mpi.communicators import Agreement
 from treeattn.partial import Array
 from treeattn.selection import select
 from treeattn.study.compare.rows import SUM, Key
