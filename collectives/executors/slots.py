@@ -29,7 +29,8 @@ import numpy as np
 
 from treeattn.collectives.program import Program
 from treeattn.collectives.runtime import watchdog
-from treeattn.collectives.runtime.communicator import Communicator, Process
+from treeattn.collectives.runtime.communicator import Communicator
+from treeattn.collectives.runtime.process import Process
 from treeattn.errors import SharingError
 
 T = TypeVar("T")

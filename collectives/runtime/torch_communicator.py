@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from treeattn.collectives.program import Program
 from treeattn.collectives.runtime import communicator, watchdog
-from treeattn.collectives.runtime.communicator import Member, kernel, namespace
+from treeattn.collectives.runtime.communicator import Member
 from treeattn.collectives.runtime.memory import Array, Message, Requests
+from treeattn.collectives.runtime.process import kernel, namespace
 from treeattn.collectives.runtime.reducer import owner_of_communicator
 from treeattn.errors import PeerError, StateError
 

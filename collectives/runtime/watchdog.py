@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
 from treeattn.errors import ANOTHER_PROCESS, ArgumentError, StateError
 
 if TYPE_CHECKING:
-    from treeattn.collectives.runtime.communicator import Process
+    from treeattn.collectives.runtime.process import Process
 
 T = TypeVar("T")
 

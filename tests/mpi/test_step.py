@@ -24,7 +24,7 @@ from treeattn import ArgumentError, StateError, TransportError, collectives
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives.executors import compiled, slots
 from treeattn.collectives.runtime import mpi_communicator
-from treeattn.collectives.runtime.communicator import Process
+from treeattn.collectives.runtime.process import Process
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.mpi import communicators
 

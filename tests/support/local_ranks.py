@@ -12,7 +12,7 @@ import numpy as np
 from tests.support.reducer_contract import OPERATOR, Ranks
 from treeattn.collectives.executors import compiled, slots
 from treeattn.collectives.runtime import mpi_communicator
-from treeattn.collectives.runtime.communicator import Process
+from treeattn.collectives.runtime.process import Process
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.mpi import communicators
 

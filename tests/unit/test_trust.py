@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from treeattn.collectives.executors import slots
-from treeattn.collectives.runtime.communicator import Process
+from treeattn.collectives.runtime.process import Process
 
 ROOT = Path(__file__).parents[2]
 RUNS = ("pickle.", "marshal.", "shelve.", "dill.", "cloudpickle.", "torch.load", "torch.save", "yaml.")

@@ -19,10 +19,10 @@ from treeattn.cache import saved
 from treeattn.cache_nodes.link import NodeLink
 from treeattn.cache_nodes.remote_cache import RemoteCache
 from treeattn.cache_nodes.view import CachePlan, ViewAttention
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError, PeerError, StateError
 from treeattn.mpi import communicators, job
+from treeattn.mpi.communicators import MpiCommunicator
 
 if TYPE_CHECKING:
     from types import TracebackType

@@ -7,12 +7,11 @@ from typing import Any
 from treeattn.cache_nodes.message import Call, Message, encode
 from treeattn.cache_nodes.tree import meet
 from treeattn.collectives.runtime import watchdog
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ANOTHER_PROCESS, StateError
 from treeattn.mpi import job, library
-from treeattn.mpi.communicators import collectively, exchange
+from treeattn.mpi.communicators import MpiCommunicator, collectively, exchange
 
 __all__ = ["NodeLink"]
 

@@ -14,10 +14,9 @@ from treeattn.cache import ShardedCache, saved
 from treeattn.cache_nodes.message import Step, array_of, decode
 from treeattn.cache_nodes.tree import meet
 from treeattn.cache_nodes.view import CachePlan, View, ViewAttention
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError, TransportError, TreeattnError
 from treeattn.mpi import communicators, job
-from treeattn.mpi.communicators import collectively, exchange
+from treeattn.mpi.communicators import MpiCommunicator, collectively, exchange
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm

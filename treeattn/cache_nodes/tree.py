@@ -7,12 +7,11 @@ import time
 from typing import Any
 
 from treeattn.collectives.runtime import watchdog
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.reducers import schedule as planned
 from treeattn.errors import RestrictionError
 from treeattn.mpi import library
-from treeattn.mpi.communicators import collectively
+from treeattn.mpi.communicators import MpiCommunicator, collectively
 from treeattn.selection import select
 
 __all__ = ["Tree", "meet"]

@@ -19,11 +19,10 @@ from treeattn.cli import compare_table, options
 from treeattn.cli.options import Output, choices, numbers
 from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import reducers
 from treeattn.errors import ArgumentError, MissingPackageError, TransportError, TreeattnError
-from treeattn.mpi.communicators import broadcast_from_root, collectively
+from treeattn.mpi.communicators import MpiCommunicator, broadcast_from_root, collectively
 from treeattn.report import Progress, Report
 from treeattn.selection import CATALOG, select
 from treeattn.study import environment, extra

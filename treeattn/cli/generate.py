@@ -18,7 +18,6 @@ from treeattn.cli.options import FILE, Output, read, whole_numbers
 from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given, is_file
 from treeattn.collectives.runtime import watchdog
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
 from treeattn.decoder.request import Reduction
@@ -30,7 +29,7 @@ from treeattn.llama.model import WEIGHTS, Llama
 from treeattn.llama.session import Session
 from treeattn.llama.thread_limits import ThreadLimits
 from treeattn.llama.tokenizer import Tokenizer
-from treeattn.mpi.communicators import collectively
+from treeattn.mpi.communicators import MpiCommunicator, collectively
 from treeattn.report import Progress, Report
 from treeattn.study import environment
 

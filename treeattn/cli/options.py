@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar, cast
 import click
 
 from treeattn import files
-from treeattn.collectives.runtime.communicator import Communicator, MpiCommunicator
+from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Payload
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.mpi import communicators
-from treeattn.mpi.communicators import collectively, must_match
+from treeattn.mpi.communicators import MpiCommunicator, collectively, must_match
 from treeattn.report import Report
 from treeattn.shards import LAYOUTS, parse_layout
 

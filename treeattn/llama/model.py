@@ -18,13 +18,12 @@ import numpy as np
 
 from treeattn.attention.shape import DTYPES
 from treeattn.backends.device import Device, find
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import RestrictionError
 from treeattn.llama.config import Config, Rope, read_config
 from treeattn.llama.tensor_parallel import Linear, Loader, TensorParallelGroup, Tokens
 from treeattn.llama.weights import RandomWeights, Weights
 from treeattn.mpi import communicators
-from treeattn.mpi.communicators import Agreement
+from treeattn.mpi.communicators import Agreement, MpiCommunicator
 from treeattn.partial import Array
 from treeattn.shards import parts
 

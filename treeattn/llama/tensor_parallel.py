@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime import watchdog
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.llama.config import Config
 from treeattn.llama.weights import EMBEDDING, HEAD, RandomWeights, Weights
+from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.partial import Array
 from treeattn.shards import block, parts
 

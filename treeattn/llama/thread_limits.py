@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import MissingPackageError
 from treeattn.mpi import communicators
-from treeattn.mpi.communicators import Agreement
+from treeattn.mpi.communicators import Agreement, MpiCommunicator
 
 #: A site or a user that sets one of these has decided for NumPy; OURS is that of our own kernels.
 _SETTINGS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "OMP_NUM_THREADS")

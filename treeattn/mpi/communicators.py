@@ -5,19 +5,23 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from treeattn.collectives.runtime import watchdog
-from treeattn.collectives.runtime.communicator import Communicator, Member, MpiCommunicator, kernel
+from treeattn.collectives.runtime.communicator import Communicator, Member
+from treeattn.collectives.runtime.process import kernel
 from treeattn.errors import ANOTHER_PROCESS, ArgumentError, BackendError, StateError, TreeattnError
 from treeattn.mpi import forked, launch, library
 
 if TYPE_CHECKING:
     from mpi4py.MPI import Intracomm
 
+    from treeattn.collectives.runtime import mpi_communicator
     from treeattn.collectives.runtime.torch_communicator import TorchCommunicator
 
 T = TypeVar("T")
+#: For annotations: the class itself is imported where ranks are MPI's.
+MpiCommunicator: TypeAlias = "mpi_communicator.MpiCommunicator"
 #: The wait of ranks for one another.
 DURING = "what all ranks plan together"
 
@@ -95,9 +99,9 @@ def _of_torch() -> type[TorchCommunicator]:
 
 def _watched(comm: Intracomm) -> MpiCommunicator:
     _check_fork("mpi")
-    from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
+    from treeattn.collectives.runtime import mpi_communicator
 
-    return MpiCommunicator.of(comm)
+    return mpi_communicator.MpiCommunicator.of(comm)
 
 
 def oversubscribed(comm: object) -> bool:

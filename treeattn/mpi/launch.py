@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from treeattn.collectives.runtime.communicator import Process
+from treeattn.collectives.runtime.process import Process
 
 #: What `jobs/emulated_cluster` was asked for, in the environment of its nodes.
 EMULATED = "TREEATTN_EMULATED"

@@ -22,11 +22,11 @@ from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives import build
 from treeattn.collectives.clusters.description import Cluster, Executor, Tier
 from treeattn.collectives.clusters.placement import Placement
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.decoder import Decoder, reducers
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators, library, topology
+from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.study import environment, extra
 from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.loop import Loop

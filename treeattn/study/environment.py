@@ -11,7 +11,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from treeattn.collectives.runtime.communicator import Communicator, kernel
+from treeattn.collectives.runtime.communicator import Communicator
+from treeattn.collectives.runtime.process import kernel
 from treeattn.mpi import communicators, launch, library
 
 # Variables that change what is measured; others may hold secrets and are nobody's business.

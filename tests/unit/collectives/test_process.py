@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from treeattn.collectives.runtime.communicator import Process
+from treeattn.collectives.runtime.process import Process
 
 
 def test_a_process_runs_is_stopped_runs_again_and_has_ended():

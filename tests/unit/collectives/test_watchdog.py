@@ -13,7 +13,7 @@ import weakref
 import pytest
 
 from treeattn.collectives.runtime import watchdog
-from treeattn.collectives.runtime.communicator import Process
+from treeattn.collectives.runtime.process import Process
 from treeattn.collectives.runtime.reducer import Reducer
 from treeattn.errors import ArgumentError
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from treeattn.collectives.runtime.communicator import MpiCommunicator, kernel
+from treeattn.collectives.runtime.process import kernel
+from treeattn.mpi.communicators import MpiCommunicator
 
 ROUND_TRIPS = 30
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.mpi import library
+from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.partial import Array
 from treeattn.study.compare.clock import Clock, Offset, on_common_clock
 

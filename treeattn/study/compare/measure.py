@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from treeattn.collectives.parameters import Groups, node_of
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.mpi import communicators
+from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.study import environment
 from treeattn.study.compare import problems, steps
 from treeattn.study.compare.clock import Clock

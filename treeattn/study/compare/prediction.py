@@ -14,11 +14,10 @@ from treeattn.collectives.clusters.critical_path import Cost, cost
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Payload, Schedule
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.mpi import topology
-from treeattn.mpi.communicators import collectively
+from treeattn.mpi.communicators import MpiCommunicator, collectively
 from treeattn.selection import select
 from treeattn.study.compare.rows import SUM, Key
 from treeattn.study.decode_step import (

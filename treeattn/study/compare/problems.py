@@ -16,9 +16,8 @@ from treeattn import reference
 from treeattn.attention.shape import DTYPES
 from treeattn.backends import device as devices
 from treeattn.backends.device import Device
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import ArgumentError
-from treeattn.mpi.communicators import Agreement, collectively
+from treeattn.mpi.communicators import Agreement, MpiCommunicator, collectively
 from treeattn.partial import Array
 from treeattn.shards import Layout
 from treeattn.study import environment

@@ -8,7 +8,6 @@ from typing import Any
 
 from treeattn.attention.shape import Shape
 from treeattn.backends import device as devices
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.runtime.memory import HOST, Memory
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
@@ -17,7 +16,7 @@ from treeattn.decoder.plan import LocalPlan
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.request import Reduction, Request
 from treeattn.mpi import library
-from treeattn.mpi.communicators import Agreement
+from treeattn.mpi.communicators import Agreement, MpiCommunicator
 from treeattn.partial import Array
 from treeattn.selection import select
 from treeattn.study.compare.rows import SUM, Key

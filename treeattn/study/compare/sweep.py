@@ -14,9 +14,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import TreeattnError
+from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.study.compare.measure import Bench, Budget
 from treeattn.study.compare.rows import Key
 

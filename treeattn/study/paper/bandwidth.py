@@ -12,9 +12,9 @@ import numpy as np
 from treeattn.collectives import Schedule, Transfer
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Payload
 from treeattn.mpi import communicators
+from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.study.paper.experiment import IN_THE_FIGURE, MACHINE, Table
 
 TITLE = "send and receive by message size, within a node and between nodes"

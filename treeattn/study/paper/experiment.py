@@ -13,9 +13,9 @@ from treeattn import collectives
 from treeattn.collectives import Schedule
 from treeattn.collectives.clusters import placement
 from treeattn.collectives.clusters.description import Cluster
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import TreeattnError
 from treeattn.mpi import library
+from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.study.compare.measure import Budget
 from treeattn.study.compare.rows import Key
 from treeattn.study.compare.sweep import sweep

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from treeattn.collectives.clusters import description
-from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.study.decode_step import (
     StepShape,
     attention_cost,

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from treeattn.collectives.clusters import description
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.errors import BackendError
 from treeattn.llama.config import Config, Rope
 from treeattn.llama.generate import generate
@@ -22,6 +21,7 @@ from treeattn.llama.model import Llama
 from treeattn.llama.session import Session
 from treeattn.llama.thread_limits import ThreadLimits
 from treeattn.llama.weights import RandomWeights
+from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.study.decode_step import StepShape, attention_cost, kv_ring_cost, reduction_cost
 from treeattn.study.paper.experiment import MACHINE, Table, first_ranks, placed
 

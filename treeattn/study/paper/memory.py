@@ -7,7 +7,7 @@ import tracemalloc
 from collections.abc import Sequence
 from typing import Any
 
-from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.study import laws
 from treeattn.study.compare import problems, steps
 from treeattn.study.compare.rows import Key

@@ -8,7 +8,7 @@ from typing import Any
 from treeattn import collectives
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.runtime.communicator import MpiCommunicator
+from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.study import laws
 from treeattn.study.compare.rows import Key
 from treeattn.study.paper.experiment import MACHINE, Table, median, placed, run

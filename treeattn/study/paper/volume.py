@@ -8,8 +8,8 @@ from typing import Any
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.placement import block
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.runtime.communicator import MpiCommunicator
 from treeattn.collectives.schedule import Payload
+from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.study import laws
 from treeattn.study.decode_step import StepShape, attention_cost, kv_ring_cost
 from treeattn.study.paper.experiment import MACHINE, Table, decode_key, placed, run
