@@ -32,7 +32,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
-from treeattn.attention.mask import Rules  # noqa: E402
+from treeattn.attention.arguments import Rules  # noqa: E402
 from treeattn.attention.mask_tables import MaskTables  # noqa: E402
 from treeattn.attention.positions import Runs  # noqa: E402
 from treeattn.backends import cuda  # noqa: E402

@@ -17,7 +17,9 @@ ASPLOS 2023).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
@@ -92,7 +94,8 @@ class Fold(NamedTuple):
 Instruction: TypeAlias = Send | Recv | Publish | Await | Copy | Fold
 
 
-class Program(NamedTuple):
+@dataclass(frozen=True)
+class Program:
     """The instructions of one rank, in order; rounds count from 1, and 0 is the beginning of the step.
 
     rounds: of the schedule. slots: records of a set of slots, the same on all ranks of a node. landing:
@@ -105,15 +108,17 @@ class Program(NamedTuple):
     slots: int
     landing: int
 
-    def by_round(self) -> Iterator[tuple[int, list[Instruction]]]:
-        """The rounds in which this rank has something to do, and its instructions there."""
-        for number, instructions in groupby(self.instructions, key=lambda instruction: instruction.round):
-            yield number, list(instructions)
+    @functools.cached_property
+    def by_round(self) -> tuple[tuple[int, list[Instruction]], ...]:
+        """The rounds in which this rank has something to do, and its instructions there; found once for all
+        plans of this program."""
+        grouped = groupby(self.instructions, key=lambda instruction: instruction.round)
+        return tuple((number, list(instructions)) for number, instructions in grouped)
 
     @property
     def exchanges(self) -> list[tuple[list[Send], list[Recv]]]:
         """The messages of each round that has some: they travel at once, and have come when it is awaited."""
-        found = (messages(instructions) for _, instructions in self.by_round())
+        found = (messages(instructions) for _, instructions in self.by_round)
         return [(sends, receives) for sends, receives in found if sends or receives]
 
     @property
@@ -152,7 +157,8 @@ def messages(instructions: Iterable[Instruction]) -> tuple[list[Send], list[Recv
     return [i for i in listed if isinstance(i, Send)], [i for i in listed if isinstance(i, Recv)]
 
 
-def in_place(fold: Fold) -> list[tuple[Region, tuple[Region, ...]]]:
+@functools.lru_cache(maxsize=1024)
+def in_place(fold: Fold) -> tuple[tuple[Region, tuple[Region, ...]], ...]:
     """The fold as merges in place: into what, and what merges into it, in order.
 
     What folds before the own records folds into the first of these sources: the merge is commutative to the
@@ -161,7 +167,7 @@ def in_place(fold: Fold) -> list[tuple[Region, tuple[Region, ...]]]:
     own = fold.sources.index(fold.into)
     before, after = fold.sources[:own], fold.sources[own + 1 :]
     first = [(before[0], before[1:])] if len(before) > 1 else []
-    return [*first, (fold.into, (*before[:1], *after))]
+    return (*first, (fold.into, (*before[:1], *after)))
 
 
 def plan(

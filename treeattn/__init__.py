@@ -13,8 +13,7 @@ from treeattn.mpi import forked as forked
 
 if TYPE_CHECKING:
     from treeattn import collectives, energy, token_tree
-    from treeattn.attention.mask import Rules
-    from treeattn.attention.shard import CacheFormat, Shard
+    from treeattn.attention.arguments import CacheFormat, Rules, Shard
     from treeattn.cache import ShardedCache
     from treeattn.decoder.decode import decode
     from treeattn.decoder.decoder import Decoder
@@ -38,8 +37,7 @@ if TYPE_CHECKING:
 
 _PACKAGES = ("collectives", "energy", "token_tree")
 _MODULES = {
-    "attention.mask": ("Rules",),
-    "attention.shard": ("CacheFormat", "Shard"),
+    "attention.arguments": ("CacheFormat", "Rules", "Shard"),
     "cache": ("ShardedCache",),
     "decoder": ("Decoder", "Merger", "Prefill", "Reduction", "decode", "merge", "prefill"),
     "errors": (

@@ -110,7 +110,7 @@ class CompiledReducer(Reducer):
         operator: NativeOperator = spec.operator
         landing = HOST.empty((landing_records(self._program), operator.width), planned.records.dtype)
         regions = Regions(planned.records, landing)
-        for number, instructions in self._program.by_round():
+        for number, instructions in self._program.by_round:
             self.messages.add(number, *regions.messages(instructions))
         addresses = planned.records.ctypes.data, landing.ctypes.data
         self._lowered = lower(

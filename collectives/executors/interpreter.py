@@ -81,7 +81,7 @@ class InterpretedReducer(Reducer):
         interpreter = Interpreter(spec, planned)
         #: What this rank does in a step.
         self.rounds: list[PlannedRound] = []
-        for number, instructions in planned.program.by_round():
+        for number, instructions in planned.program.by_round:
             self.messages.add(number, *interpreter.messages(instructions))
             self.rounds.append(PlannedRound(number, interpreter.calls(instructions)))
         self._at: int | None = None

@@ -6,7 +6,7 @@ regions.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -24,9 +24,10 @@ from treeattn.collectives.program import (
     Instruction,
     Program,
     Publish,
+    Recv,
     Region,
+    Send,
     in_place,
-    messages,
     plan,
 )
 from treeattn.collectives.runtime.memory import Array, Message, Requests
@@ -117,11 +118,10 @@ class Regions:
         """The records of a region."""
         return self._buffers[region.buffer][region.first : region.stop]
 
-    def messages(self, instructions: Iterable[Instruction]) -> tuple[list[Message], list[Message]]:
+    def messages(self, instructions: Sequence[Instruction]) -> tuple[list[Message], list[Message]]:
         """The messages of a round as (array, peer): what arrives, and what leaves."""
-        sends, receives = messages(instructions)
-        arriving = [(self.array(message.into), message.peer) for message in receives]
-        return arriving, [(self.array(message.source), message.peer) for message in sends]
+        arriving = [(self.array(i.into), i.peer) for i in instructions if isinstance(i, Recv)]
+        return arriving, [(self.array(i.source), i.peer) for i in instructions if isinstance(i, Send)]
 
 
 class Messages(Protocol):
@@ -219,7 +219,7 @@ class _Lowering(NamedTuple):
 
     def rows(self) -> Iterator[tuple[int, _Row]]:
         """The rows of all rounds, each with its number. Messages start first and are waited for last."""
-        for number, instructions in self.program.by_round():
+        for number, instructions in self.program.by_round:
             if number in self.requests:
                 yield number, self._messages(START, number)
             for instruction in instructions:

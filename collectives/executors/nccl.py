@@ -26,7 +26,7 @@ def plan(spec: ReductionSpec, schedule: Schedule) -> CudaGraphReducer:
     communicator: nccl.NcclCommunicator = spec.comm
     rounds = [
         (*interpreter.messages(instructions), interpreter.calls(instructions))
-        for _, instructions in planned.program.by_round()
+        for _, instructions in planned.program.by_round
     ]
 
     def queue() -> None:

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from treeattn import reference
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 

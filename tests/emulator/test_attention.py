@@ -12,7 +12,7 @@ import pytest
 from tests.support.attention_contract import PLAIN, bits, zeros
 from tests.support.drawn import sample
 from tests.support.gpu_contract import GpuContract
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 from treeattn.backends import cuda

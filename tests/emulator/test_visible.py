@@ -14,7 +14,7 @@ from tests.support.attention_contract import RULES, bits
 from tests.support.drawn import FACTOR
 from tests.support.exporters import OnGpu
 from tests.support.problems import draw
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 from treeattn.backends import cuda

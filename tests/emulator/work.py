@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 from treeattn.backends import cuda

@@ -12,7 +12,7 @@ from tests.emulator.cases import CASES, Case, Inputs
 from tests.support.drawn import FACTOR, sample
 from tests.support.pages import in_pages
 from tests.support.problems import assert_exact
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 from treeattn.errors import ArgumentError

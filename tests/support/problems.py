@@ -11,7 +11,7 @@ import numpy as np
 
 from tests.support.pages import in_pages
 from treeattn import reference
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import as_runs
 from treeattn.shards import LAYOUTS, parse_layout

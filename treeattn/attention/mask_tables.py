@@ -8,9 +8,9 @@ is asked. What is no interval, a tree of draft tokens, is a bit mask over the la
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import Rules
 from treeattn.attention.positions import MAX_POSITION, Runs
 from treeattn.attention.shape import read_lengths
 from treeattn.errors import ArgumentError
@@ -23,7 +23,7 @@ _FEW = 8
 class MaskTables:
     """The tables of a step, for one shard. They keep their places, so that a kernel can be planned on them.
 
-    intervals: int64 [batch, queries, 4], as `Rules.intervals`; lengths are in them. q_positions: int64
+    intervals: int64 [batch, queries, 4], as `intervals_of`; lengths are in them. q_positions: int64
     [batch, queries]. runs: of the tokens before the drafts. Of draft tokens, the last of each sequence:
     drafts: how many. draft_begins: int64 [batch], index of the first. draft_positions: int64 [batch, drafts].
     mask: uint32 [batch, queries, words], bit j % 32 of word j // 32: whether draft j is seen. version: rises
@@ -87,7 +87,7 @@ class MaskTables:
         self.q_positions[...] = self._positions(q_positions)
         counts = valid if isinstance(valid, int) else valid[:, None]
         first = first if isinstance(first, int) else first[:, None]
-        self.intervals[...] = self.rules.all_intervals(runs, counts, self.q_positions, first)
+        self.intervals[...] = all_intervals_of(self.rules, runs, counts, self.q_positions, first)
 
     def _one_by_one(self, runs: Runs, valid: int | Array, stands: list[int], first: int | Array) -> None:
         """The tables of a few sequences with one query each: arrays of NumPy would take longer."""
@@ -96,7 +96,7 @@ class MaskTables:
         begins = [0] * rows if isinstance(first, int) else first.tolist()
         for row, given in enumerate(zip(counts, stands, begins, strict=True)):
             at = 4 * row
-            cells[at], cells[at + 1], cells[at + 2], cells[at + 3] = self.rules.intervals(runs, *given)
+            cells[at], cells[at + 1], cells[at + 2], cells[at + 3] = intervals_of(self.rules, runs, *given)
             self._stand[row] = stands[row]
 
     def validate(
@@ -219,6 +219,53 @@ class MaskTables:
             )
         _check_positions("q_positions", array)
         return np.broadcast_to(array, self.q_positions.shape).astype(np.int64)
+
+
+def intervals_of(
+    rules: Rules, runs: Runs, tokens: int, position: int, begins: int = 0
+) -> tuple[int, int, int, int]:
+    """(begin, end, begin, end) of the tokens below `tokens` that a query at `position` may see, in a
+    sequence that begins at `begins`: first the leading ones where a window keeps them apart from the
+    rest, then the others; both ascend, and do not overlap. Indices of the shard."""
+    end = min(tokens, runs.below(position + 1)) if rules.causal else tokens
+    first = min(end, runs.below(begins)) if begins else 0
+    if rules.window is None:
+        return 0, 0, first, end
+    left, right = rules.window
+    lead = min(end, runs.below(begins + rules.leading))
+    begin = first if left is None else runs.below(position - left)
+    last = max(lead, end if right is None else min(end, runs.below(position + right + 1)))
+    if begin <= lead:
+        return 0, 0, first, last
+    return first, lead, min(begin, last), last
+
+
+def all_intervals_of(
+    rules: Rules,
+    runs: Runs,
+    tokens: int | NDArray[np.int64],
+    positions: NDArray[np.int64],
+    begins: int | NDArray[np.int64] = 0,
+) -> NDArray[np.int64]:
+    """`intervals_of` of arrays that broadcast to [batch, queries]: int64 [batch, queries, 4]."""
+    tokens, positions, begins = np.broadcast_arrays(tokens, positions, begins)
+    end = np.minimum(tokens, runs.all_below(positions + 1)) if rules.causal else tokens
+    first = np.minimum(end, runs.all_below(begins))
+    found = np.zeros((*positions.shape, 4), np.int64)
+    found[..., 2], found[..., 3] = first, end
+    if rules.window is None:
+        return found
+    left, right = rules.window
+    lead = np.minimum(end, runs.all_below(begins + rules.leading))
+    begin = first if left is None else runs.all_below(positions - left)
+    last = end if right is None else np.minimum(end, runs.all_below(positions + right + 1))
+    last = np.maximum(last, lead)
+    joined = begin <= lead
+    found[..., 0] = np.where(joined, 0, first)
+    found[..., 1] = np.where(joined, 0, lead)
+    found[..., 2] = np.where(joined, first, np.minimum(begin, last))
+    found[..., 3] = last
+    return found
 
 
 def words_of(mask: Array) -> Array:

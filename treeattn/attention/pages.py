@@ -12,12 +12,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from treeattn.attention import arrays
+from treeattn.attention.arguments import BlockTable
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
-
-#: What ``block_table=`` takes.
-BlockTable = Array | Sequence[Sequence[int]]
 
 
 def as_table(block_table: BlockTable | None, batch: int) -> Array:

@@ -15,7 +15,7 @@ from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 
 if TYPE_CHECKING:
-    from treeattn.attention.shard import Shard
+    from treeattn.attention.arguments import Shard
 
 # Input dtypes by name. 16-bit inputs are widened inside the kernels; float64 keeps float64 throughout.
 DTYPES = {

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple, Protocol
 
 from numpy.typing import ArrayLike, DTypeLike
 
+from treeattn.attention.arguments import BlockTable, Shard
 from treeattn.attention.mask_tables import MaskTables
-from treeattn.attention.pages import BlockTable, check_lengths
+from treeattn.attention.pages import check_lengths
 from treeattn.attention.shape import CACHE_DTYPES, Shape, check_grouping, dtype_name, query_dtype, values_of
-from treeattn.attention.shard import Shard
 from treeattn.collectives.runtime.memory import Memory, Stream
 from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer

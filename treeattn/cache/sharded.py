@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from treeattn.attention.arguments import CacheFormat, Shard
 from treeattn.attention.positions import Runs
 from treeattn.attention.shape import CACHE_DTYPES, FLOAT8, Shape, check_number, dtype_word
-from treeattn.attention.shard import CacheFormat, Shard
 from treeattn.backends import device as devices
 from treeattn.cache.placement import LayerPlan, Placement, Reach, Write, ordered, whole_numbers
 from treeattn.collectives.runtime.communicator import Given

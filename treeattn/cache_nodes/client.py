@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from numpy.typing import ArrayLike, DTypeLike
 
+from treeattn.attention.arguments import CacheFormat
 from treeattn.attention.shape import check_latent, dtype_word
-from treeattn.attention.shard import CacheFormat
 from treeattn.cache import saved
 from treeattn.cache_nodes.link import NodeLink
 from treeattn.cache_nodes.remote_cache import RemoteCache

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import Rules
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES
 from treeattn.cache import ShardedCache, saved
 from treeattn.cache_nodes.message import Step, array_of, decode

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from treeattn.attention import arrays
+from treeattn.attention.arguments import Rules
 from treeattn.attention.arrays import AnyArray, Pair
-from treeattn.attention.mask import Rules
 from treeattn.attention.shape import CACHE_DTYPES, bits_of, check_latent
 from treeattn.cache.placement import whole_numbers
 from treeattn.cache.saved import as_json

@@ -7,10 +7,9 @@ from dataclasses import dataclass, fields
 import numpy as np
 from numpy.typing import ArrayLike
 
+from treeattn.attention.arguments import CacheFormat, Positions, Rules, Shard
 from treeattn.attention.arrays import Pair
-from treeattn.attention.mask import Rules
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES, FLOAT8
-from treeattn.attention.shard import CacheFormat, Positions, Shard
 from treeattn.cache.index import Index
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Schedule

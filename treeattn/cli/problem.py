@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from treeattn import files, reference
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import CacheFormat, Rules
 from treeattn.attention.shape import Shape, dtype_name
-from treeattn.attention.shard import CacheFormat
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError
 from treeattn.mpi.communicators import collectively, must_match

@@ -15,10 +15,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from treeattn.attention import arrays
+from treeattn.attention.arguments import Rules, Shard, read_positions
 from treeattn.attention.arrays import AnyArray
-from treeattn.attention.mask import Rules
 from treeattn.attention.shape import DTYPES, query_dtype
-from treeattn.attention.shard import Shard, read_positions
 from treeattn.backends import device as devices
 from treeattn.backends.device import Admitted, Device
 from treeattn.collectives.runtime.communicator import Communicator, Given

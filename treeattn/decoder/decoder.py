@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import CacheFormat, Rules, read_positions
 from treeattn.attention.shape import Shape, check_latent
-from treeattn.attention.shard import CacheFormat, read_positions
 from treeattn.backends.device import find
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule

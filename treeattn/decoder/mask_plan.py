@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from treeattn import bins
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs, as_runs, check_owners, interleaved
 from treeattn.attention.shape import Shape
@@ -22,7 +22,7 @@ from treeattn.shards import Layout
 class DeclaredPositions(NamedTuple):
     """What a rank says of its tokens at planning, and the others are told.
 
-    positions: as `read_positions` of `treeattn.attention.shard` gives them. valid: tokens of each sequence,
+    positions: as `treeattn.attention.arguments.read_positions` gives them. valid: tokens of each sequence,
     drafts not counted, [batch] or one for all; None where arrays come later.
     """
 

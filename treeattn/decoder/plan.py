@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from treeattn import bins
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.backends.device import Attention, Device, WholeStep
 from treeattn.collectives.runtime import watchdog

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast
 from numpy.typing import ArrayLike
 
 from treeattn.attention import arrays
+from treeattn.attention.arguments import BlockTable, Shard
 from treeattn.attention.arrays import AnyArray
-from treeattn.attention.pages import BlockTable, check_lengths
-from treeattn.attention.shard import Shard
+from treeattn.attention.pages import check_lengths
 from treeattn.collectives.runtime.memory import StreamOrder
 from treeattn.collectives.runtime.reducer import Owner, Sent
 from treeattn.decoder import captured_step

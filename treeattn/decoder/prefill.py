@@ -14,11 +14,10 @@ from typing import Any
 import numpy as np
 
 from treeattn.attention import arrays
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import Rules, read_positions
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 from treeattn.attention.shape import DTYPES, Shape, query_dtype
-from treeattn.attention.shard import read_positions
 from treeattn.backends.device import Device, find
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Given

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import Rules
 from treeattn.attention.shape import Shape, check_number
 from treeattn.backends.device import Device
 from treeattn.collectives.catalog import DEVICES, Selection

@@ -16,10 +16,9 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from treeattn import partial
 from treeattn.attention import arrays
+from treeattn.attention.arguments import Rules, Shard, read_positions
 from treeattn.attention.arrays import AnyArray
-from treeattn.attention.mask import Rules
 from treeattn.attention.shape import as_tensor, query_dtype
-from treeattn.attention.shard import Shard, read_positions
 from treeattn.backends import device as devices
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule

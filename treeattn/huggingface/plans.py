@@ -10,9 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from treeattn.attention.arguments import CacheFormat, Rules
 from treeattn.attention.arrays import on_host
-from treeattn.attention.mask import Rules
-from treeattn.attention.shard import CacheFormat
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder import Decoder, Reduction
 from treeattn.huggingface.tensors import as_tensor, dtype_name

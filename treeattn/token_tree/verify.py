@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from treeattn.attention import arrays
+from treeattn.attention.arguments import Rules, Shard
 from treeattn.attention.arrays import AnyArray
-from treeattn.attention.mask import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import Shape
-from treeattn.attention.shard import Shard
 from treeattn.backends import device as devices
 from treeattn.backends.device import Device, find
 from treeattn.collectives.runtime.communicator import Given

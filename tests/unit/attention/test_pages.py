@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.pages import CheckedTable, as_table
 from treeattn.attention.positions import Runs

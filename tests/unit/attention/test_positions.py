@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from tests.support.drawn import examples
 from treeattn import reference
-from treeattn.attention.mask import Rules
-from treeattn.attention.mask_tables import MaskTables, words_of
+from treeattn.attention.arguments import Rules
+from treeattn.attention.mask_tables import MaskTables, all_intervals_of, intervals_of, words_of
 from treeattn.attention.positions import MAX_POSITION, as_runs, check_owners
 from treeattn.errors import ArgumentError
 from treeattn.shards import parse_layout
@@ -91,7 +91,7 @@ def test_intervals_are_the_definition(positions, causal, left, right, leading, d
         for i in range(3):
             first, first_end, begin, end = tables.intervals[b, i]
             assert 0 <= first <= first_end <= begin <= end <= valid[b]
-            assert tuple(tables.intervals[b, i]) == rules.intervals(runs, valid[b], int(asked[b, i]))
+            assert tuple(tables.intervals[b, i]) == intervals_of(rules, runs, valid[b], int(asked[b, i]))
             found = np.zeros(len(positions), bool)
             found[first:first_end] = found[begin:end] = True
             assert (found == (seen[b, i] & (np.arange(len(positions)) < valid[b]))).all()
@@ -143,7 +143,7 @@ def test_bad_rules(rules, message):
 def test_rules_are_kept_in_one_form():
     given, runs = Rules(window=(2, 0), leading=1), as_runs([0, 2, 4, 6])
     assert Rules.of(given, 2) is given
-    assert tuple(given.all_intervals(runs, 4, np.array([6]))[0]) == given.intervals(runs, 4, 6)
+    assert tuple(all_intervals_of(given, runs, 4, np.array([6]))[0]) == intervals_of(given, runs, 4, 6)
     assert repr(runs) == "Runs([(0, 2, 4)])"
     rules = Rules(causal=np.True_, window=[None, None], leading=2**70, softcap=2, alibi=np.array([1, 2]))
     assert (rules.causal, rules.window, rules.leading, rules.alibi) == (True, None, MAX_POSITION, (1.0, 2.0))
@@ -187,7 +187,7 @@ def test_tables_are_the_definition(queries, lengths, drafts, begins, data):
     asked = np.broadcast_to(stands, (2, queries))
     wanted = [
         [
-            rules.intervals(runs, int(valid[b]), int(asked[b, i]), begins[b] if begins else 0)
+            intervals_of(rules, runs, int(valid[b]), int(asked[b, i]), begins[b] if begins else 0)
             for i in range(queries)
         ]
         for b in range(2)

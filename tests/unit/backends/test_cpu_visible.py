@@ -8,7 +8,7 @@ import pytest
 from tests.support import verbs
 from tests.support.problems import random_qkv
 from treeattn import reference
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 from treeattn.backends import cpu

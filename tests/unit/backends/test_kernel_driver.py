@@ -17,7 +17,7 @@ import pytest
 from tests.support.builds import built
 from tests.support.problems import draw
 from treeattn import partial
-from treeattn.attention.mask import Rules
+from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import as_runs
 from treeattn.backends.cpu import blocked, compile

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -72,7 +74,7 @@ def test_readers_are_awaited_where_a_result_may_not_depend_on_all(size, records)
     case = plain(schedule, size, records)
     made = programs(case)
     bold = [
-        program._replace(instructions=tuple(i for i in program.instructions if i.round)) for program in made
+        replace(program, instructions=tuple(i for i in program.instructions if i.round)) for program in made
     ]
     assert not in_some_order(case, made, orders=20)
     assert in_some_order(case, bold)

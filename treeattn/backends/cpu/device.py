@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from treeattn.attention import arrays, pages
+from treeattn.attention.arguments import BlockTable
 from treeattn.attention.mask_tables import MaskTables
-from treeattn.attention.pages import BlockTable
 from treeattn.attention.shape import Shape, as_tensor, bits_of
 from treeattn.backends.cpu import compile
 from treeattn.backends.cpu.attention import PlannedAttention, process_threads

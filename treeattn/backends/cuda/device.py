@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from treeattn.attention import arrays, pages
+from treeattn.attention.arguments import BlockTable
 from treeattn.attention.mask_tables import MaskTables
-from treeattn.attention.pages import BlockTable
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, bits_of, check_axes, dtype_name
 from treeattn.backends.cuda.arguments import check_rows
 from treeattn.backends.cuda.attention import PlannedAttention, most_queries

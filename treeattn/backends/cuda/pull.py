@@ -161,7 +161,7 @@ class _Tables:
         self._sources: list[tuple[int, int]] = []
         self._published = [records, 0]  # records first .. stop - 1 that were copied since the last round
         cuts = [0]
-        for _, instructions in program.by_round():
+        for _, instructions in program.by_round:
             for instruction in instructions:
                 self._add(instruction)
                 if isinstance(instruction, Await) and any(messages(instructions)):
