@@ -242,7 +242,11 @@ class Rules:
             return cls()
         if not isinstance(rules, Rules):
             raise ArgumentError(f"rules must be a treeattn.Rules, not {rules!r:.60}")
-        rules.check_heads(heads)
+        for name, values in (("alibi", rules.alibi), ("sink_logits", rules.sink_logits)):
+            if values is not None and np.shape(values) != (heads,):
+                raise ArgumentError(
+                    f"{name} has shape {list(np.shape(values))}: one number for each of {heads} heads"
+                )
         return rules
 
     @property
@@ -259,14 +263,6 @@ class Rules:
     def names(self) -> tuple[str, ...]:
         """The rules that are in force, by the names of their arguments."""
         return tuple(name for name in self.__slots__ if getattr(self, name) not in (None, False, 0))
-
-    def check_heads(self, heads: int) -> None:
-        """Raise `ArgumentError` unless what is given by head is given for so many."""
-        for name, values in (("alibi", self.alibi), ("sink_logits", self.sink_logits)):
-            if values is not None and np.shape(values) != (heads,):
-                raise ArgumentError(
-                    f"{name} has shape {list(np.shape(values))}: one number for each of {heads} heads"
-                )
 
 
 def _whole(name: str, value: Any) -> int:

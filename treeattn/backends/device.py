@@ -72,33 +72,6 @@ class Admitted(NamedTuple):
     tokens: int
 
 
-def admit(device: Device, q: object, shard: Shard, scale: float | None) -> Admitted:
-    """What a call is given, looked at once, and the shape that it has. scale: as of `treeattn.decode`.
-
-    Raises `ArgumentError`.
-    """
-    k = device.tensor("k", shard.k, shard.dtype)
-    v = None if shard.v is None else device.tensor("v", shard.v, shard.dtype)
-    v = values_of(k, v, shard.v_dim, scale)
-    query = device.tensor("q", q, None)
-    batch, queries, heads, head_dim = query.shape
-    check_grouping(query.shape, k.shape)
-    stored = dtype_name(k, {"uint16": "bfloat16"}.get(str(k.dtype), shard.dtype), CACHE_DTYPES)
-    page_size = None if shard.block_table is None else k.shape[1]
-    cache = stored, shard.k_scale, shard.v_scale, v.shape[3], page_size
-    shape = Shape(batch, queries, heads, k.shape[2], head_dim, query_dtype(query), *cache)
-    shape.check_query(query)
-    shape.check_cache(k, v)
-    tokens = k.shape[1]
-    if shard.block_table is not None:
-        pages = device.block_table(shape, shard.block_table).shape[1]
-        check_lengths(device.host_lengths(shard.lengths), tokens, pages)
-        tokens *= pages
-    lengths = device.lengths(shape, shard.lengths, tokens)
-    held = replace(shard, k=k, v=v, lengths=lengths, v_dim=None, positions=None)
-    return Admitted(query, held, shape, tokens)
-
-
 class Device(Protocol):
     """What a decoder needs of a device; what has a body is so unless a device says else."""
 
@@ -139,6 +112,32 @@ class Device(Protocol):
     def tensor(self, name: str, array: object, dtype: str | None) -> Array:
         """The `view` if it has four axes and a dtype that is served, perhaps viewed as another dtype.
         Raises `ArgumentError`."""
+
+    def admit(self, q: object, shard: Shard, scale: float | None) -> Admitted:
+        """What a call is given, looked at once, and the shape that it has. scale: as of `treeattn.decode`.
+
+        Raises `ArgumentError`.
+        """
+        k = self.tensor("k", shard.k, shard.dtype)
+        v = None if shard.v is None else self.tensor("v", shard.v, shard.dtype)
+        v = values_of(k, v, shard.v_dim, scale)
+        query = self.tensor("q", q, None)
+        batch, queries, heads, head_dim = query.shape
+        check_grouping(query.shape, k.shape)
+        stored = dtype_name(k, {"uint16": "bfloat16"}.get(str(k.dtype), shard.dtype), CACHE_DTYPES)
+        page_size = None if shard.block_table is None else k.shape[1]
+        cache = stored, shard.k_scale, shard.v_scale, v.shape[3], page_size
+        shape = Shape(batch, queries, heads, k.shape[2], head_dim, query_dtype(query), *cache)
+        shape.check_query(query)
+        shape.check_cache(k, v)
+        tokens = k.shape[1]
+        if shard.block_table is not None:
+            pages = self.block_table(shape, shard.block_table).shape[1]
+            check_lengths(self.host_lengths(shard.lengths), tokens, pages)
+            tokens *= pages
+        lengths = self.lengths(shape, shard.lengths, tokens)
+        held = replace(shard, k=k, v=v, lengths=lengths, v_dim=None, positions=None)
+        return Admitted(query, held, shape, tokens)
 
     def check(
         self,

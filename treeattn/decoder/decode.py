@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -128,20 +129,16 @@ def decode(
     def place() -> Device:
         return devices.find(device or arrays.device_of(name, kind), reproducible, comm.size)
 
-    of_root = None if q_root is None else _broadcast_query(comm, place, q, q_root)
+    query: Any = q if q_root is None else _broadcast_query(comm, place, q, q_root)
     seen: MaskArguments = {"q_positions": q_positions, "begins": begins, "mask": mask}
     with Agreement(comm, "decode") as agreed:
         where, shard, how = place(), Shard.of(k, v, lengths), Reduction.of(scheme)
-        held = devices.admit(where, q if of_root is None else where.from_host(of_root), shard, scale)
+        held = where.admit(query if q_root is None else where.from_host(query), shard, scale)
         rules = Rules.of(rules, held.shape.heads)
-        declared, digests = _declared(where, held, shard, rules, reproducible, seen)
-        asked = held.shape, how, selected(how, comm, where.name), scale, where, q_root
-        local = LocalPlan(comm, Request(*asked, rules, declared, reproducible, digests))
-        agreed.must_match, agreed.share = local.request.settings, local.share
-    with PlannedDecode(local.complete(agreed.gathered)) as decoder:
-        if shard.block_table is None:
-            return arrays.give(decoder(held.q, held.shard, **seen), kind)
-        # What queries see of the table is known only now: who has it wrong tells the others.
+        asked = held.shape, how, selected(how, comm, where.name), scale, where, q_root, rules, reproducible
+        declared = _declared(where, held, shard, rules, reproducible, seen)
+        local = LocalPlan(agreed, Request(*asked, *declared))
+    with PlannedDecode(local.complete()) as decoder:
         collectively(comm, lambda: decoder.local(held.q, held.shard, **seen))
         decoder.reduce()
         return arrays.give(decoder.finish(), kind)
@@ -172,18 +169,15 @@ def _broadcast_query(
         root = _checked_root(q_root, comm.size)
         agreed.must_match = {"q_root": root}
         if comm.rank == root:
-            host = _on_host(place(), q)
+            device = place()
+            given = device.tensor("q", q, None)
+            host = np.ascontiguousarray(device.to_host(given)).view(DTYPES[query_dtype(given)])
             agreed.share = host.shape, host.dtype.name
     shape, name = agreed.gathered[root]
     if comm.rank != root:
         host = np.empty(shape, DTYPES[name])
     comm.bcast_array(host, root)
     return host
-
-
-def _on_host(device: Device, q: AnyArray | None) -> Array:
-    q = device.tensor("q", q, None)
-    return np.ascontiguousarray(device.to_host(q)).view(DTYPES[query_dtype(q)])
 
 
 def _checked_root(root: object, size: int) -> int:

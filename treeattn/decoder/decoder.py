@@ -98,21 +98,21 @@ class Decoder(PlannedDecode):
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *stored)
             agreed.must_match = {"queries": shape.queries}
         # What is planned for fewer queries shares this one.
-        self._kept: Communicator | None = None if queries == 1 else comm.dup()
-        own = comm if self._kept is None else self._kept.lent()
+        self._duplicate: Communicator | None = None if queries == 1 else comm.dup()
+        lent = comm if self._duplicate is None else self._duplicate.lent()
         try:
-            with Agreement(own, "Decoder") as agreed:
-                where, how = find(device, reproducible, own.size), Reduction.of(scheme)
-                asked = shape, how, selected(how, own, where.name), scale, where, None, Rules.of(rules, heads)
+            with Agreement(lent, "Decoder") as agreed:
+                where, how = find(device, reproducible, lent.size), Reduction.of(scheme)
+                asked = shape, how, selected(how, lent, where.name), scale, where, None
                 declared = DeclaredPositions(read_positions(held.positions))
-                local = LocalPlan(own, Request(*asked, declared, reproducible))
-                agreed.must_match, agreed.share = local.request.settings, local.share
-            super().__init__(local.complete(agreed.gathered), latent=latent)
+                request = Request(*asked, Rules.of(rules, heads), reproducible, declared)
+                local = LocalPlan(agreed, request)
+            super().__init__(local.complete(), latent=latent)
         except TreeattnError:
             self._free_communicator()
             raise
-        if own.owner is not comm.owner:
-            own.owner.let_go()  # another thread may use the decoder
+        if lent.owner is not comm.owner:
+            lent.owner.let_go()  # another thread may use the decoder
 
     def close(self) -> None:
         """Release communicator and requests. Collective."""
@@ -121,6 +121,6 @@ class Decoder(PlannedDecode):
 
     def _free_communicator(self) -> None:
         """Collective."""
-        if self._kept is not None:
-            self._kept.free()
-            self._kept = None
+        if self._duplicate is not None:
+            self._duplicate.free()
+            self._duplicate = None

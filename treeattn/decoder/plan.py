@@ -23,7 +23,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import pipeline, reducers
 from treeattn.decoder.mask_plan import DeclaredPositions, MaskPlan, check_blocks
 from treeattn.decoder.request import Request
-from treeattn.mpi.communicators import collectively
+from treeattn.mpi.communicators import Agreement, collectively
 from treeattn.partial import Array
 
 
@@ -127,28 +127,25 @@ class LocalPlan:
     """The part of a plan that a rank makes by itself: what it has no memory or kernel for is known before any
     other rank waits. `complete` is the rest, of all ranks."""
 
-    def __init__(self, comm: Communicator, request: Request) -> None:
-        """Raises what one rank alone can tell to be wrong."""
+    def __init__(self, agreed: Agreement, request: Request) -> None:
+        """agreed: tells the other ranks of it. Raises what one rank alone can tell to be wrong."""
         request.check()
         watchdog.limit()
-        self.comm, self.request = comm, request
+        self._agreed, self.comm, self.request = agreed, agreed.comm, request
         device, shape = request.device, request.shape
         device.check_shape(shape)
         self._operator = device.merge_operator(shape.v_dim, shape.record_dtype)
-        self._buffers = buffers = Buffers(request, comm, self._operator)
+        self._buffers = buffers = Buffers(request, self.comm, self._operator)
         self._mask = MaskPlan(request.rules, shape)
         self._tables = self._mask.tables() if request.rules.by_tables else None
         self._attend = None if request.attends_by_reducer else _attention(request, buffers, self._tables)
         self._finish = device.finish(buffers.own, buffers.out, buffers.lse)
+        agreed.must_match, agreed.share = request.settings, (device.slow_because(), request.declared)
 
-    @property
-    def share(self) -> tuple[str | None, DeclaredPositions]:
-        """What the others are told: why this rank is slow, if it is, and where its tokens stand."""
-        return self.request.device.slow_because(), self.request.declared
-
-    def complete(self, gathered: list[Any]) -> Plan:
-        """Collective. gathered: what the ranks `share`."""
+    def complete(self) -> Plan:
+        """The plan, once all ranks have agreed. Collective."""
         comm, request, buffers, mask = self.comm, self.request, self._buffers, self._mask
+        gathered: list[tuple[str | None, DeclaredPositions]] = self._agreed.gathered
         if comm.rank == 0:
             _warn_without_compiler([slow for slow, _ in gathered])
         if request.asks_positions:

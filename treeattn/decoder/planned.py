@@ -132,7 +132,7 @@ class PlannedDecode:
         step = self._prepare(q, k, v, lengths, q_positions, begins, mask)
         plan, taken, table = step
         if table is None and plan.fused_step is not None and plan.fused_step(*taken):
-            return self._given()
+            return self._results_in_kind()
         return self._in_parts(step)
 
     def _begin_anew(self) -> None:
@@ -153,9 +153,8 @@ class PlannedDecode:
                 self._reducer._check()  # it says so
             with Agreement(self.plan.comm) as agreed:
                 request = replace(self.plan.request, shape=replace(self.shape, queries=queries))
-                local = LocalPlan(self.plan.comm, request)
-                agreed.must_match, agreed.share = request.settings, local.share
-            self._fewer[queries] = PlannedDecode(local.complete(agreed.gathered), latent=self._latent)
+                local = LocalPlan(agreed, request)
+            self._fewer[queries] = PlannedDecode(local.complete(), latent=self._latent)
             self._fewer[queries].owner = self.owner
         return self._fewer[queries]
 
@@ -229,7 +228,7 @@ class PlannedDecode:
         else:
             self._reduce()
             self.plan.finish()
-        return self._given()
+        return self._results_in_kind()
 
     def _attend(self, step: _Step) -> None:
         self._in_order()
@@ -330,9 +329,9 @@ class PlannedDecode:
         if self._stage != "folded":
             raise StateError(f"{self.scheme}: finish() without folded partials: reduce() comes before it")
         self.plan.finish()
-        return self._given()
+        return self._results_in_kind()
 
-    def _given(self) -> tuple[Array, Array]:
+    def _results_in_kind(self) -> tuple[Array, Array]:
         return self._containers.give() if self.plan.buffers.given else self._results
 
     @property

@@ -183,8 +183,8 @@ class Request:
     device: Device
     q_root: int | None = None
     rules: Rules = field(default_factory=Rules)
-    declared: DeclaredPositions = field(default_factory=DeclaredPositions)
     reproducible: str | None = None
+    declared: DeclaredPositions = field(default_factory=DeclaredPositions)
     seen: Mapping[str, str] = field(default_factory=dict)
 
     @property

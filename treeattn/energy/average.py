@@ -96,7 +96,7 @@ def average(
                 raise ArgumentError(
                     f"{one} lies on a GPU: energies are computed on the CPU, so move it there"
                 )
-        queries, held, shape, tokens = devices.admit(device, q, shard, scale)
+        queries, held, shape, tokens = device.admit(q, shard, scale)
         keys: Any = held.k
         values: Any = held.v
         valid = np.full(shape.batch, tokens) if held.lengths is None else np.asarray(held.lengths)

@@ -143,7 +143,7 @@ class Agreement:
     """
 
     def __init__(self, comm: Communicator, call: str = "", during: str = DURING) -> None:
-        self._comm, self._call, self._during = comm, call, during
+        self.comm, self._call, self._during = comm, call, during
         self.must_match: Mapping[str, object] = {}
         self.share: Any = None
         self.gathered: list[Any] = []
@@ -156,11 +156,11 @@ class Agreement:
             return  # such as Ctrl-C: it ends this process, and so the job
         problem, cause = None if error is None else portable(error), error
         mine = {} if error else self.must_match
-        views = exchange(self._comm, self._call, mine, problem, self.share, during=self._during)
+        views = exchange(self.comm, self._call, mine, problem, self.share, during=self._during)
         for rank, (_, problem, _) in enumerate(views):
             if problem is not None:
-                where = "" if self._comm.size == 1 else f"rank {rank}: "
-                raise type(problem)(f"{where}{problem}") from (cause if rank == self._comm.rank else None)
+                where = "" if self.comm.size == 1 else f"rank {rank}: "
+                raise type(problem)(f"{where}{problem}") from (cause if rank == self.comm.rank else None)
         for name in mine:
             values = [values.get(name) for values, _, _ in views]
             different = [rank for rank, value in enumerate(values) if value != values[0]]

@@ -20,7 +20,6 @@ from treeattn.attention.arguments import Rules, Shard
 from treeattn.attention.arrays import AnyArray
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import Shape
-from treeattn.backends import device as devices
 from treeattn.backends.device import Device, find
 from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.schedule import Schedule
@@ -102,7 +101,7 @@ def verify(
     with Agreement(comm, "verify") as agreed:
         where = find(arrays.device_of("q", q) if device is None else device, reproducible, comm.size)
         shard = Shard.of(k, v, lengths).in_rows(_OVER)
-        query, held, shape, tokens = devices.admit(where, q, shard, scale)
+        query, held, shape, tokens = where.admit(q, shard, scale)
         keys = where.tensor("draft_k", draft_k, shard.dtype)
         values = where.tensor("draft_v", draft_v, shard.dtype)
         _check_drafts(shape, tree, keys, values)

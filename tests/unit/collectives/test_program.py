@@ -87,7 +87,7 @@ def test_a_round_that_does_not_wait_for_its_messages_is_seen(scheme):
     made = programs(case)
     assert not in_some_order(case, made, orders=20)
     careless = [
-        p._replace(instructions=tuple(i for i in p.instructions if not isinstance(i, Await) or i.ranks))
+        replace(p, instructions=tuple(i for i in p.instructions if not isinstance(i, Await) or i.ranks))
         for p in made
     ]
     assert in_some_order(case, careless)

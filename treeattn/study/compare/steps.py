@@ -115,6 +115,6 @@ def plan(comm: MpiCommunicator, key: Key, user_schedules: Mapping[str, Schedule]
         return Decoder(comm, **shape_of(key).plain, scheme=how, device=key.device)
     with Agreement(comm) as agreed:
         asked = shape_of(key), Reduction("chain"), select("chain"), None, devices.find(key.device)
-        local = _LocalSum(comm, Request(*asked))
-        local.key, agreed.must_match, agreed.share = key, local.request.settings, local.share
-    return PlannedDecode(local.complete(agreed.gathered))
+        local = _LocalSum(agreed, Request(*asked))
+        local.key = key
+    return PlannedDecode(local.complete())
