@@ -27,8 +27,8 @@ _WORDS = {
 
 
 class Segment(NamedTuple):
-    """What took `microseconds` of the step: on a tier, or by a rank itself (tier None). price: of what it was
-    paid; assumed: one that was not measured."""
+    """What took `microseconds` of the step: on a tier on the way `to` another rank, or by a rank itself (both
+    None). price: of what it was paid; assumed: one that was not measured."""
 
     kind: Kind
     rank: int
@@ -37,6 +37,7 @@ class Segment(NamedTuple):
     microseconds: float
     price: str = ""
     assumed: bool = False
+    to: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,8 @@ def _flying(simulation: Simulation, flight: MessageEvent) -> Iterator[Segment]:
         ("port", flight.began - flight.ready, busy, of_ports),
     )
     for kind, time, price, assumed in parts:
-        yield Segment(kind, flight.src, tier.name, flight.round, time, f"{tier.name}.{price}", assumed)
+        named = f"{tier.name}.{price}"
+        yield Segment(kind, flight.src, tier.name, flight.round, time, named, assumed, flight.dst)
 
 
 def _own(simulation: Simulation, rank: int, step: Step, sends: Sequence[MessageEvent]) -> Iterator[Segment]:

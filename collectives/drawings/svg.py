@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
@@ -49,6 +49,8 @@ _COLOURS = """
 .schedule .merge-head { fill: %(merge)s; } .schedule .copy-head { fill: %(copy)s; }
 """
 
+CRITICAL = ".schedule .critical { fill: none; stroke: #009e73; stroke-width: 3; stroke-opacity: 0.7; }\n"
+
 STYLE = (
     _SHAPES
     + _COLOURS % _LIGHT
@@ -93,25 +95,28 @@ class Drawing:
         return Drawing(schedule, grouped, lanes, starts, tuple(ends), right, max(lanes.values()) + 22)
 
 
-def svg(schedule: Schedule, nodes: Sequence[Any] | None = None) -> str:
+def svg(
+    schedule: Schedule, nodes: Sequence[Any] | None = None, critical: Collection[tuple[int, int, int]] = ()
+) -> str:
     """A standalone SVG for screen (light and dark) and print.
 
-    `nodes`: node sizes or the ranks of each node; arrows between nodes are heavier. Raises
-    `ScheduleError` for a schedule that does not check and `RestrictionError` for too many ranks.
+    `nodes`: node sizes or the ranks of each node; arrows between nodes are heavier. critical: round (from 0),
+    sender and receiver of the messages of a critical path. Raises `ScheduleError` for a schedule that does
+    not check and `RestrictionError` for too many ranks.
     """
     layout = Drawing.of(schedule, nodes)
     title, facts = headline(schedule, layout.nodes)
-    items = _legend_items(layout)
+    items = _legend_items(layout) + ([("critical", "critical path", 130)] if critical else [])
     needed = [24 + 9 * len(title), 24 + 7 * len(facts), 30 + sum(item_width for *_, item_width in items)]
     width = max(layout.right + 8, *needed)
     height = layout.bottom + 40
-    body = [*draw_lanes(layout), *draw_rounds(layout), *_legend(items, layout.bottom + 22)]
+    body = [*draw_lanes(layout), *draw_rounds(layout, critical), *_legend(items, layout.bottom + 22)]
     return "\n".join(
         [
             '<svg xmlns="http://www.w3.org/2000/svg" class="schedule" '
             f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
             f'role="img" aria-label="{escape(title)}">',
-            f"<style>{STYLE}</style>",
+            f"<style>{STYLE}{CRITICAL if critical else ''}</style>",
             *heads(),
             f'<rect class="paper" width="{width:.0f}" height="{height:.0f}"/>',
             f'<text class="title" x="16" y="27">{escape(title)}</text>',
@@ -184,14 +189,16 @@ def draw_lanes(layout: Drawing) -> Iterator[str]:
             yield f'<path class="done" data-round="{final[rank]}" d="M{stands:.1f},{lane}"/>'
 
 
-def draw_rounds(layout: Drawing) -> Iterator[str]:
+def draw_rounds(layout: Drawing, critical: Collection[tuple[int, int, int]] = ()) -> Iterator[str]:
     """One group of arrows per round."""
     node = parameters.node_of(layout.nodes)
     for index, round_ in enumerate(layout.schedule.rounds):
         dense = " dense" if len(round_) > 6 * layout.schedule.size else ""
         yield f'<g class="round{dense}" data-round="{index + 1}">'
         for transfer in round_:
-            yield _arrow(layout, index, transfer, node[transfer.src] != node[transfer.dst])
+            mark = " far" if node[transfer.src] != node[transfer.dst] else ""
+            mark += " critical" if (index, transfer.src, transfer.dst) in critical else ""
+            yield _arrow(layout, index, transfer, mark)
         for src in sorted({transfer.src for transfer in round_}):
             x, y = layout.starts[index], layout.lanes[src]
             yield f'<circle class="source" cx="{x:.1f}" cy="{y:.1f}" r="2.2"/>'
@@ -200,7 +207,7 @@ def draw_rounds(layout: Drawing) -> Iterator[str]:
         yield "</g>"
 
 
-def _arrow(layout: Drawing, index: int, transfer: Transfer, far: bool) -> str:
+def _arrow(layout: Drawing, index: int, transfer: Transfer, mark: str) -> str:
     kind = "merge" if transfer.merge else "copy"
     several = "s" * (len(transfer.chunks) > 1)
     carried = f", chunk{several} {chunk_range(transfer.chunks)}" if layout.schedule.chunks > 1 else ""
@@ -208,7 +215,7 @@ def _arrow(layout: Drawing, index: int, transfer: Transfer, far: bool) -> str:
     across, down = layout.ends[index] - x, layout.lanes[transfer.dst] - y
     short = 1 - 7.5 / hypot(across, down)  # the head covers the rest
     return (
-        f'<path class="transfer {kind}{" far" if far else ""}" marker-end="url(#{kind}-head)" '
+        f'<path class="transfer {kind}{mark}" marker-end="url(#{kind}-head)" '
         f'd="M{x:.1f},{y:.1f} L{x + short * across:.1f},{y + short * down:.1f}">'
         f"<title>round {index + 1}: {escape(transfer.arrow)}{carried}</title></path>"
     )

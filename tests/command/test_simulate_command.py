@@ -40,11 +40,12 @@ def test_one_schedule_under_several_placements_and_all_schemes():
     assert "chain" in done.stdout
 
 
-def test_a_drawing_over_time():
+def test_drawings():
     words = ["simulate", "--cluster", "dgx-h100", "--ranks", 16, "--schemes", "hierarchical"]
     svg = in_process(*words, "--format", "svg")
     ElementTree.fromstring(svg.stdout)
     assert svg.stdout.count('class="bar take"') == 14 * 2 + 2
+    assert ElementTree.fromstring(in_process(*words, "--format", "rounds").stdout) is not None
 
 
 def test_the_variable_names_the_cluster_and_the_report_says_so(tmp_path):

@@ -21,7 +21,7 @@ from treeattn.collectives.clusters.critical_path import assumed_share, cost, cri
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import Simulation, simulate
-from treeattn.collectives.drawings.timeline import timeline
+from treeattn.collectives.drawings.timeline import rounds, timeline
 from treeattn.collectives.schedule import Payload, Result
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.mpi.topology import needed
@@ -31,6 +31,7 @@ from treeattn.study import intervals
 from treeattn.study.decode_step import StepShape, attention_cost, kv_ring_cost, query_ring_exchange
 from treeattn.study.intervals import DRAWS, UNKNOWN, Estimate, estimates
 
+_DRAWINGS = {"svg": timeline, "rounds": rounds}
 _SCHEMES = "recursive_doubling,k_nomial_tree,reduce_scatter_gather,hierarchical,split_rail"
 
 
@@ -68,8 +69,8 @@ class SimulatedRow(NamedTuple):
 @click.option("--kv-heads", type=options.SIZE, help="With --tokens.  [heads]")
 @click.option("--arrivals", "late", callback=options.read(arrivals), metavar="P:T|T+T+..|FILE",
               help="random, exponential, ascending, late:100us; each rank's instant.")  # fmt: skip
-@click.option("--format", "form", type=click.Choice(["table", "svg"]), default="table",
-              help="svg: one scheme over time.")  # fmt: skip
+@click.option("--format", "form", type=click.Choice(["table", *_DRAWINGS]), default="table",
+              help="One scheme with its critical path: svg over time, rounds as a schedule.")  # fmt: skip
 @options.output_options("Write the drawing here instead of to the screen.", wide=False)
 def command(
     cluster: str | None,
@@ -97,7 +98,7 @@ def command(
     if ranks is None:
         raise ArgumentError(f"--ranks N: over how many of the {named.cluster.places} places?")
     if form == "table" and output.out is not None:
-        raise ArgumentError("--out takes a drawing: add --format svg, or write --json FILE")
+        raise ArgumentError("--out takes a drawing: add --format svg or rounds, or write --json FILE")
     output.open()
     late = late or TOGETHER
     late.check(ranks)
@@ -139,10 +140,10 @@ def command(
         )
         _show(made, rows, late)
     elif len(rows) != 1:
-        raise ArgumentError(f"--format svg draws one scheme under one placement, not {len(rows)}: name it")
+        raise ArgumentError(f"--format {form} draws one scheme under one placement, not {len(rows)}: name it")
     output.report(made)
     if form != "table":
-        output.draw(timeline(rows[0].simulation), f"{rows[0].scheme} on {ranks} ranks over time")
+        output.draw(_DRAWINGS[form](rows[0].simulation), f"{rows[0].scheme} on {ranks} ranks, simulated")
 
 
 def _estimated(

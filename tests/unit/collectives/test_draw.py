@@ -17,7 +17,10 @@ from hypothesis import strategies as st
 from tests.support.drawn import examples
 from treeattn.collectives import Schedule, Transfer, build, check, names
 from treeattn.collectives.catalog import needs_nodes
+from treeattn.collectives.clusters.description import load
+from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.drawings import text as draw
+from treeattn.collectives.drawings.timeline import rounds, ticks, timeline
 from treeattn.errors import RestrictionError, ScheduleError
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
@@ -138,6 +141,43 @@ def test_svg_of_too_many_ranks_is_refused_with_a_remedy():
             RestrictionError, match="too large to draw: at most 256 ranks.*formats text, json or goal"
         ):
             draw.svg(build(name, size))
+
+
+# Over time
+
+
+@pytest.mark.parametrize("time", [0.7, 1.0, 7.2, 9.99, 14.3, 59.0, 98.4, 40917.0])
+def test_ticks_are_1_2_or_5_apart(time):
+    found = ticks(time)
+    assert found[0] == 0
+    assert 5 <= len(found) <= 11
+    assert found[-1] <= time < found[-1] + found[1]
+    assert f"{found[1]:.0e}"[0] in "125"
+    assert len(f"{found[1]:g}".strip("0.")) == 1, "one digit"
+
+
+def test_a_simulation_is_drawn_with_its_waits_and_its_critical_path():
+    """A chain of messages from rank to rank that ends with the step; lanes are busy or hatched until then."""
+    cluster = load("dgx-h100")
+    found = simulate(build("hierarchical", 16, nodes=(8, 8)), cluster, tuple(range(16)))
+    root = ElementTree.fromstring(timeline(found))
+    assert [text.text for text in root.iter(f"{SVG}text")].count("node 1") == 1
+    left, right = 96.0, 996.0
+    busy = sum(float(bar.get("width")) for bar in root.iter(f"{SVG}rect") if "bar" in bar.get("class"))
+    assert busy == pytest.approx(sum(found.ends) / found.time * (right - left), rel=0.01)
+    (critical,) = (path for path in root.iter(f"{SVG}path") if path.get("class") == "critical")
+    points = [tuple(map(float, at.split(","))) for at in critical.get("d")[1:].split(" L")]
+    assert (points[0][0], points[-1][0]) == (left, right)
+    assert points == sorted(points, key=lambda at: at[0])
+    marked = [
+        path for path in arrows(ElementTree.fromstring(rounds(found))) if "critical" in path.get("class")
+    ]
+    ways = [
+        re.match(r"round \d+: (\d+)[-=]>(\d+)", path.find(f"{SVG}title").text).groups() for path in marked
+    ]
+    assert len(ways) == 7
+    assert all(one[1] == other[0] for one, other in pairwise(ways))
+    assert sum("far" in path.get("class") for path in marked) == 1
 
 
 # HTML
