@@ -15,7 +15,6 @@ from typing import NamedTuple
 from treeattn.collectives.catalog import select
 from treeattn.collectives.check import check
 from treeattn.collectives.clusters.description import Cluster
-from treeattn.collectives.clusters.levels import Nested, nested
 from treeattn.collectives.clusters.placement import Placement, node_groups, suited
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.combinators import on_ranks
@@ -66,20 +65,17 @@ def search(machine: Machine, say: Callable[[str], object] = _nothing) -> tuple[l
     found: list[Priced] = []
     left: list[str] = []
     groups = node_groups(machine.cluster, machine.places)
-    named = candidates(len(machine.places), len(groups), max(map(len, groups)))
-    flat = (Nested(text, groups, machine.cluster.node) for text in named)
-    for text, members, tier in (*flat, *nested(machine.cluster, machine.places)):
+    for text in candidates(len(machine.places), len(groups), max(map(len, groups))):
         asked = select(text)
         try:
-            schedule = asked.build(len(machine.places), members)
+            schedule = asked.build(len(machine.places), groups)
         except RestrictionError:
             continue
         if schedule.messages > MOST_TRANSFERS:
             left.append(text)
             continue
-        name = asked.text if members == groups else f"{asked.text}, by {tier}"
-        say(f"priced {len(found)} candidates; now {name}")
-        found.append(priced(machine, name, schedule))
+        say(f"priced {len(found)} candidates; now {asked.text}")
+        found.append(priced(machine, asked.text, schedule))
         if not asked.needs_nodes and len(groups) > 1:
             found.append(priced(machine, f"{asked.text}, reordered", _reordered(machine, schedule)))
     return sorted(found, key=lambda one: one.criteria), left

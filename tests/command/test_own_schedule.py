@@ -70,19 +70,15 @@ def test_a_file_is_drawn_and_exported(star, tmp_path):
     assert "calc 28" in done.stdout  # two records from each of two ranks
 
 
-@pytest.mark.parametrize(
-    ("name", "written"),
-    [("ring.xml", plans.msccl_ring), ("line.goal", plans.goal_line)],
-)
-def test_what_others_wrote_is_drawn_simulated_and_refused_if_damaged(tmp_path, name, written):
-    path = tmp_path / name
-    path.write_text(written(4))
+def test_what_others_wrote_is_drawn_simulated_and_refused_if_damaged(tmp_path):
+    path = tmp_path / "ring.xml"
+    path.write_text(plans.msccl_ring(4))
     done = in_process("schedule", path)
     assert done.stdout.startswith(f"{path.stem}@")
     assert "class A" in done.stdout
     done = in_process("simulate", "--cluster", "dgx-h100", "--schemes", f"{path},ring")
     assert f"{path.stem}@" in done.stdout, done.stderr
-    path.write_text(written(4)[:-30])
+    path.write_text(plans.msccl_ring(4)[:-30])
     done = in_process("schedule", path, code=2)
     assert str(path) in done.stderr
 

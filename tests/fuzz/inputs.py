@@ -25,7 +25,6 @@ from treeattn.cli import scheme
 from treeattn.collectives import build, names
 from treeattn.collectives.catalog import select
 from treeattn.collectives.clusters import description
-from treeattn.collectives.drawings import exports
 from treeattn.files import open_arrays, open_cache, save_tensors
 from treeattn.llama.config import read_config
 from treeattn.llama.weights import Weights
@@ -169,10 +168,6 @@ INPUTS = {
     "msccl": Input(
         lambda _: [plans.msccl_ring(3).encode(), plans.msccl_all_pairs(3).encode()],
         mutations.of_text, "x.xml", scheme.from_file,
-    ),
-    "goal": Input(
-        lambda _: [plans.goal_line(4).encode(), exports.goal(build("binary_tree", 4)).encode()],
-        mutations.of_text, "x.goal", scheme.from_file,
     ),
     "cluster": Input(
         lambda _: [path.read_bytes() for path in (ROOT / "collectives/clusters").glob("*.toml")],

@@ -52,19 +52,3 @@ def msccl_all_pairs(size: int) -> str:
         adds: list[Step] = [("re", f"s{block}", own, f"{block}.1") for block in range(size - 1)]
         gpus.append([*blocks, (-1, -1, adds)])
     return msccl("all_pairs", size, gpus)
-
-
-def goal_line(size: int) -> str:
-    """Up a line of ranks to rank 0 and back, nothing in it that could be left out."""
-    text = f"num_ranks {size}\n"
-    for rank in range(size):
-        operations = [f"recv 64b from {rank + 1} tag 0"] if rank + 1 < size else []
-        if rank:
-            operations += [f"send 64b to {rank - 1} tag 0", f"recv 64b from {rank - 1} tag 1"]
-        operations += [f"send 64b to {rank + 1} tag 1"] if rank + 1 < size else []
-        text += f"rank {rank} {{\n"
-        for number, operation in enumerate(operations):
-            waits = number and operation.startswith("send")  # a receive comes after what causes it anyway
-            text += f"l{number}: {operation}\n" + (f"l{number} requires l{number - 1}\n" if waits else "")
-        text += "}\n"
-    return text

@@ -9,7 +9,6 @@ from tests.support.machine import machine
 from treeattn.collectives import build, check
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.description import Cluster, Executor, Tier
-from treeattn.collectives.clusters.levels import nested
 from treeattn.collectives.clusters.placement import explicit, groups, node_groups
 from treeattn.errors import ArgumentError
 from treeattn.mpi import topology
@@ -67,28 +66,13 @@ def test_sockets_are_no_level_and_why(found, words):
     assert explicit(cluster, places) == places
 
 
-@pytest.mark.parametrize("found", [UNEVEN, bound((0, 1, 0, 1)), bound((0, 0, 1, 1), (0, 0, 1, 1))])
-def test_schemes_over_all_levels_are_reductions(found):
-    """Of sockets, nodes and the network; uneven and out of order too."""
-    cluster, places = cluster_of(found)
-    by_socket = [one for one in nested(cluster, places) if one.tier == "socket"]
-    assert [one.text.partition(":")[0] for one in by_socket] == ["hierarchical", "split_rail", "multi_leader"]
-    for one in by_socket:
-        schedule = build(one.text, len(places), nodes=one.groups)
-        assert check(schedule).determinism == "A"
-    sizes = [len(of_node) for of_node in found.sockets]
-    assert ("nodes=" + "+".join(map(str, sizes)) in by_socket[0].text) == (len(sizes) > 1)
-
-
 def test_leaders_of_one_node_meet_before_those_of_several():
     """Ranks that are dealt out over nodes: sockets in order of their first ranks would mix the nodes."""
-    ranks = tuple(
-        Rank(rank, rank % 2, (rank // 2 % 2,)) for rank in range(8)
-    )  # fmt: skip
-    cluster, places = cluster_of(Topology(ranks))
-    one = next(one for one in nested(cluster, places) if one.tier == "socket")
-    assert one.groups == ((0, 4), (2, 6), (1, 5), (3, 7))
-    schedule = build(one.text, 8, nodes=one.groups)
+    ranks = tuple(Rank(rank, rank % 2, (rank // 2 % 2,)) for rank in range(8))
+    sockets = groups(*cluster_of(Topology(ranks)), 0)
+    assert sockets == ((0, 4), (2, 6), (1, 5), (3, 7))
+    schedule = build("hierarchical:outer=(hierarchical:nodes=2+2)", 8, nodes=sockets)
+    assert check(schedule).determinism == "A"
     across = [t for round_ in schedule.rounds for t in round_ if t.src % 2 != t.dst % 2]
     assert len(across) == 2
 

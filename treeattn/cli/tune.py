@@ -53,7 +53,7 @@ def command(
     with Progress(first=2.0) as say:
         everything, left = search(machine, say)
     best = front(everything)
-    by_name = next(one for one in everything if "," not in one.name)  # neither reordered nor of other groups
+    by_name = next(one for one in everything if "," not in one.name)  # not reordered
     executors, runs = named.cluster.executors, named.cluster.executor_for(machine.places, executor)
     floor = lower_bound(named.cluster, machine.places, sizes.payload.bytes, executors[runs])
     output.write((replace(best[0].schedule, name="tuned").to_json() + "\n").encode())
