@@ -39,7 +39,7 @@ def test_table_file_and_json(tmp_path):
         assert word in done.stdout
     said = " ".join(done.stdout.split())
     assert "identical bits on all ranks (proved): " in said
-    assert f"ratio: to the time of {SUM} within each repetition" in said
+    assert f"ratio: to {SUM} within each repetition" in said
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert ("share" in done.stdout) == (len(os.sched_getaffinity(0)) < 3)
     frame = pandas.read_json(out, lines=True)

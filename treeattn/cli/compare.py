@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 from msgspec import structs
@@ -17,22 +17,25 @@ from treeattn import files
 from treeattn.attention.shape import DTYPES
 from treeattn.cli import compare_table, options
 from treeattn.cli.options import Output, choices, numbers
-from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import reducers
 from treeattn.errors import ArgumentError, MissingPackageError, TransportError, TreeattnError
+from treeattn.mpi import topology
 from treeattn.mpi.communicators import MpiCommunicator, broadcast_from_root, collectively
 from treeattn.report import Progress, Report
 from treeattn.selection import CATALOG, select
 from treeattn.study import environment, extra
-from treeattn.study.compare import prediction
 from treeattn.study.compare.measure import Budget
-from treeattn.study.compare.prediction import Predictions
 from treeattn.study.compare.rows import SUM, Key, Row, Writer, run_name, version
 from treeattn.study.compare.steps import shape_of
 from treeattn.study.compare.summary import summarise
 from treeattn.study.compare.sweep import Block, sweep
+
+if TYPE_CHECKING:
+    from treeattn.study.intervals import Estimate
+
+    Predicted = tuple[dict[Key, Estimate], str]
 
 PATIENCE = 10.0  # seconds after which a key gets no further block
 
@@ -90,13 +93,18 @@ def command(
     world = options.world()
     named = None if schemes == "all" else given(world, schemes, on_all=False)
     user_schedules = {scheme.name: scheme for scheme in named or () if isinstance(scheme, Schedule)}
-    where, shared = own_device(world, device)
+    where, shared = options.own_device(world, device)
     over = _transports(world, where, transport)
     keys = collectively(world, lambda: list(_keys(world.size, device, named, over, lists)))
-    predictions = prediction.predictions(world, cluster, keys, user_schedules)
+    named_cluster = broadcast_from_root(world, lambda: topology.described(cluster), "the cluster of rank 0")
+    predicted: Predicted = {}, ""
+    if named_cluster is not None:
+        from treeattn.study.compare import prediction  # loads the simulator
+
+        predicted = prediction.predictions(world, named_cluster, keys, user_schedules)
     job = _job(world, where, shared)
     output.open(world=world)
-    session = _Session(world, output.out, job, keys, repetitions, predictions, user_schedules)
+    session = _Session(world, output.out, job, keys, repetitions, predicted, user_schedules)
     budget = Budget(repetitions, seconds=seconds, patience=PATIENCE)
     try:
         for block, found in sweep(world, keys, budget, session.done, user_schedules):
@@ -206,10 +214,11 @@ class _Session:
         job: dict[str, Any],
         keys: Sequence[Key],
         repetitions: int,
-        predictions: Predictions,
+        predicted: Predicted,
         user_schedules: Mapping[str, Schedule],
     ) -> None:
-        self._job, self._keys, self._predictions = job, keys, predictions
+        self._job, self._keys = job, keys
+        self._estimates, self._predicted_on = predicted
         self._user_schedules = user_schedules
         path = out if world.rank == 0 else None
         self._writer = collectively(world, lambda: None if path is None else Writer(path))
@@ -245,7 +254,7 @@ class _Session:
         else:
             self._measured += 1
             fields |= found
-        if estimate := self._predictions.estimates.get(block.key):
+        if estimate := self._estimates.get(block.key):
             fields |= {
                 "predicted_us": estimate.time,
                 "predicted_low_us": estimate.low,
@@ -266,11 +275,13 @@ class _Session:
         except MissingPackageError as error:
             note = f"medians only: {error}"
         summaries = summarise((row for row in self._rows if row.key in keys), tested=note is None)
-        made = Report({**self._job, "summaries": summaries, "errors": [*self._errors.values()]})
+        headlines = compare_table.headlines(summaries)
+        errors = [*self._errors.values()]
+        made = Report({**self._job, "headlines": headlines, "summaries": summaries, "errors": errors})
         passed = compare_table.show(made, summaries, self._errors)
         made.note(note)
-        if shown := self._predictions.shown:
-            made.line(f"predicted: on {shown}")
+        if self._predicted_on:
+            made.line(f"predicted: on {self._predicted_on}")
         if self._others:
             made.note(f"{self._others} rows of the file are of another version, and are kept apart")
         made.note(self._job["warning"])

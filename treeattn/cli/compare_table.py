@@ -1,5 +1,5 @@
-"""The tables of ``treeattn compare`` and ``report``: what was measured, which schemes are faster than a
-baseline, and predicted against measured. docs/measuring.md derives every column."""
+"""What ``treeattn compare`` and ``report`` say: which scheme is fastest and why, what was measured, and
+predicted against measured. docs/measuring.md derives every column."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 from treeattn.report import Column, Report, count, identical, microseconds
 from treeattn.study.compare.rows import ENOUGH, SUM, Key
 from treeattn.study.compare.summary import FEWEST, Summary
+from treeattn.study.why import equal_messages, headline
 
 COLUMNS: list[Column[Summary]] = [
     Column("scheme", "label", words=True),
-    Column("µs", "time_us", microseconds),
-    Column("95 % interval", lambda row: between(row["low_us"], row["high_us"], microseconds)),
+    Column("µs from\nlast entry", "time_us", microseconds),
+    Column("95 % interval", lambda row: between(row["low_us"], row["high_us"], microseconds), wide=True),
     Column("ratio", "ratio", ".2f"),
     Column("95 % interval", lambda row: between(row["ratio_low"], row["ratio_high"], "{:.2f}".format)),
     Column("verdict", lambda row: row["verdict"] or "", words=True),
@@ -29,7 +30,8 @@ COLUMNS: list[Column[Summary]] = [
     Column("blocks", wide=True),
     *(Column(name, form=count, wide=True) for name in ("rounds", "depth")),
     *(Column(name.replace("_", "\n"), name, count, wide=True)
-      for name in ("messages_intra", "messages_inter", "bytes_intra", "bytes_inter")),
+      for name in ("rounds_inter", "messages_intra", "messages_inter", "bytes_intra", "bytes_inter",
+                   "busiest_bytes")),
     Column("error\nof out", "error_out", ".1e", wide=True),
 ]  # fmt: skip
 
@@ -37,6 +39,26 @@ COLUMNS: list[Column[Summary]] = [
 def between(low: float | None, high: float | None, form: Any) -> str | None:
     """An interval in words, where there is one."""
     return None if low is None or high is None else f"{form(low)} to {form(high)}"
+
+
+def headlines(summaries: Sequence[Summary]) -> dict[str, str]:
+    """Case -> the sentence that says what is fastest in it, and why."""
+    return {case: sentence(list(rows)) for case, rows in groupby(summaries, lambda row: row["case"])}
+
+
+def sentence(rows: Sequence[Summary]) -> str:
+    """The headline of the rows of a case."""
+    first = rows[0]
+    said = f"{first['label']}, "
+    if first["ratio"] is None:
+        said += f"{microseconds(first['time_us'])} µs"
+    elif first["label"] == first["baseline"]:
+        said += "what the ratios are to"
+    else:
+        said += f"{first['ratio']:.2f} of {first['baseline']}"
+    if ends := between(first["ratio_low"], first["ratio_high"], "{:.2f}".format):
+        said += f" ({ends})"
+    return headline(said, rows)
 
 
 def bits(row: Summary) -> str:
@@ -50,6 +72,8 @@ def bits(row: Summary) -> str:
 def show(made: Report, summaries: Sequence[Summary], errors: Mapping[Key, str]) -> bool:
     """Add everything to a report, case by case; whether every result is right and equal on all ranks."""
     foretold = []
+    for case, text in headlines(summaries).items():
+        made.line(f"{case}: {text}")
     for case, group in groupby(summaries, lambda row: row["case"]):
         rows = list(group)
         made.line(f"\n{case}")
@@ -60,6 +84,8 @@ def show(made: Report, summaries: Sequence[Summary], errors: Mapping[Key, str]) 
         for known in ("proved", "measured"):
             if names := [row["label"] for row in rows if bits(row).startswith(known)]:
                 made.line(f"identical bits on all ranks ({known}): {', '.join(names)}")
+        if same := equal_messages(rows):
+            made.line(same)
         foretold.append(_show_predicted(made, rows))
     causes: dict[Any, list[Key]] = {}
     for key, message in errors.items():
@@ -83,8 +109,8 @@ def _add_notes(made: Report, summaries: Sequence[Summary]) -> None:
     baselines = " or ".join(dict.fromkeys(row["baseline"] for row in summaries if row["baseline"]))
     if baselines:
         made.line(
-            f"\nratio: to the time of {baselines} within each repetition; bits proved: by the schedule; "
-            "measured: in this run"
+            f"\nµs: from the last rank's entry to the last one's exit; ratio: to {baselines} within each "
+            "repetition; bits proved: by the schedule; measured: in this run"
         )
         if max(row["blocks"] for row in summaries) < FEWEST:
             made.line(f"which is faster, --repetitions {FEWEST} at least can tell")
@@ -105,12 +131,17 @@ def _show_predicted(made: Report, rows: Sequence[Summary]) -> list[Summary]:
     if found:
         made.table(found, [
             Column("scheme", "label", words=True),
-            Column("measured", "time_us", microseconds),
-            Column("predicted", "predicted_us", microseconds),
+            Column("measured, µs", "time_us", microseconds),
+            Column("predicted, µs", "predicted_us", microseconds),
             Column("95 %", lambda r: between(r["predicted_low_us"], r["predicted_high_us"], microseconds)),
             Column("error", lambda row: row["predicted_us"] / row["time_us"] - 1, "+.0%"),
         ])  # fmt: skip
     return found
+
+
+def _relative(row: Summary) -> float:
+    """Its time beside the others of its case."""
+    return float(row["ratio"] or row["time_us"])
 
 
 def accuracy(cases: Sequence[Sequence[Summary]]) -> dict[str, float]:
@@ -126,7 +157,7 @@ def accuracy(cases: Sequence[Sequence[Summary]]) -> dict[str, float]:
             row["predicted_low_us"] <= row["time_us"] <= row["predicted_high_us"] for row in every
         ) / len(every),
         "worst_choice": max(
-            min(case, key=lambda row: row["predicted_us"])["time_us"] / min(row["time_us"] for row in case)
+            _relative(min(case, key=lambda row: row["predicted_us"])) / min(map(_relative, case))
             for case in cases
         ),
     }  # fmt: skip

@@ -15,7 +15,6 @@ from treeattn.backends.cpu.reproducible import REPRODUCIBLE
 from treeattn.backends.device import Device
 from treeattn.cli import options
 from treeattn.cli.options import FILE, Output
-from treeattn.cli.own_device import own_device
 from treeattn.cli.problem import Problem
 from treeattn.cli.scheme import for_out, given
 from treeattn.cli.verdict import Judge, Row, ended_with, plural, show
@@ -81,7 +80,7 @@ def command(
 
 def _placed(world: Communicator, source: Problem, name: str) -> tuple[Device, tuple[Array | None, ...]]:
     """The device of this rank, and q, k, v and lengths on it."""
-    device, shared = own_device(world, name)
+    device, shared = options.own_device(world, name)
     arrays = (source.q, source.k, source.v, source.lengths)
     inputs = collectively(
         world, lambda: tuple(None if array is None else device.from_host(array) for array in arrays)

@@ -15,7 +15,6 @@ import numpy as np
 from treeattn import files
 from treeattn.cli import options
 from treeattn.cli.options import FILE, Output, read, whole_numbers
-from treeattn.cli.own_device import own_device
 from treeattn.cli.scheme import given, is_file
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.schedule import Schedule
@@ -83,7 +82,7 @@ def command(
     if scheme is not None and is_file(scheme):
         (chosen,) = given(world, scheme)
     output.open(world=world)
-    _, shared = own_device(world, device)
+    _, shared = options.own_device(world, device)
     cores = ThreadLimits(world)
     if weights == "sharded":
         model = Llama(directory, world, device=device)

@@ -21,6 +21,8 @@ from treeattn.shards import LAYOUTS, parse_layout
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike
 
+    from treeattn.backends.device import Device
+
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -207,3 +209,31 @@ def ranks() -> Communicator:
 def world() -> MpiCommunicator:
     """The ranks of the job, for what goes by MPI alone. Raises `ArgumentError` below torchrun."""
     return communicators.mpi_intracomm(ranks(), f"treeattn {click.get_current_context().command.name}")
+
+
+def own_device(world: Communicator, name: str) -> tuple[Device, str | None]:
+    """The device of this rank, and what to say where ranks share one. Ranks of a node take its GPUs in turn.
+
+    Collective. Raises `ArgumentError`, the same on every rank, where a rank has no such device.
+    """
+    from treeattn.backends import device as devices  # loaded where something is computed
+
+    local = communicators.node_local_rank(world)
+
+    def place() -> Any:
+        if name == "cuda":
+            from treeattn.backends.cuda import cupy_runtime
+
+            problem = cupy_runtime.problem()
+            if problem is not None:
+                raise ArgumentError(problem)
+            cupy_runtime.choose(local)
+        return devices.find(name)
+
+    device = collectively(world, place)
+    if device.name == "cpu":
+        return device, None
+    from treeattn.decoder import gpu_reducers
+
+    shared = gpu_reducers.shared_gpu(world, device.runtime)
+    return device, f"{shared}: times include waiting for each other" if shared else None

@@ -21,6 +21,7 @@ from treeattn.study import extra
 from treeattn.study.compare import rows
 from treeattn.study.compare.rows import SUM, Row
 from treeattn.study.compare.summary import Summary
+from treeattn.study.why import equal_messages
 
 
 @click.command("report")
@@ -73,20 +74,13 @@ def _case(of: list[Summary]) -> dict[str, Any]:
     columns = [
         column for column in compare_table.COLUMNS if any(column.cell(row) not in ("-", "") for row in of)
     ]
-    fastest = of[0]
-    headline = f"{fastest['label']} is fastest, {fastest['time_us']:,.1f} µs"
-    if ratio := compare_table.between(fastest["ratio_low"], fastest["ratio_high"], "{:.2f}".format):
-        most = fastest["ratio_high"]
-        alike = [row["label"] for row in of[1:] if row["ratio_low"] and row["ratio_low"] <= most]
-        headline += f", {fastest['ratio']:.2f} ({ratio}) of the time of {fastest['baseline']}"
-        headline += f" ({fastest['verdict']})"
-        headline += f"; intervals overlap with {', '.join(alike)}" if alike else ""
     return {
         "title": of[0]["case"],
         "machine": f"{of[0]['processor']}, {of[0]['mpi']}, commit {of[0]['commit']}",
         "columns": columns,
         "rows": of,
-        "headline": headline,
+        "headline": compare_table.sentence(of),
+        "same": equal_messages(of),
     }
 
 

@@ -21,7 +21,6 @@ from treeattn.collectives.clusters.critical_path import assumed_share, cost, cri
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement
 from treeattn.collectives.clusters.simulate import Simulation, simulate
-from treeattn.collectives.drawings.timeline import rounds, timeline
 from treeattn.collectives.schedule import Payload, Result
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.mpi.topology import needed
@@ -30,8 +29,8 @@ from treeattn.selection import select
 from treeattn.study import intervals
 from treeattn.study.decode_step import StepShape, attention_cost, kv_ring_cost, query_ring_exchange
 from treeattn.study.intervals import DRAWS, UNKNOWN, Estimate, estimates
+from treeattn.study.why import counts, equal_messages, headline
 
-_DRAWINGS = {"svg": timeline, "rounds": rounds}
 _SCHEMES = "recursive_doubling,k_nomial_tree,reduce_scatter_gather,hierarchical,split_rail"
 
 
@@ -69,7 +68,7 @@ class SimulatedRow(NamedTuple):
 @click.option("--kv-heads", type=options.SIZE, help="With --tokens.  [heads]")
 @click.option("--arrivals", "late", callback=options.read(arrivals), metavar="P:T|T+T+..|FILE",
               help="random, exponential, ascending, late:100us; each rank's instant.")  # fmt: skip
-@click.option("--format", "form", type=click.Choice(["table", *_DRAWINGS]), default="table",
+@click.option("--format", "form", type=click.Choice(["table", "svg", "rounds"]), default="table",
               help="One scheme with its critical path: svg over time, rounds as a schedule.")  # fmt: skip
 @options.output_options("Write the drawing here instead of to the screen.", wide=False)
 def command(
@@ -122,6 +121,9 @@ def command(
                 step = DecodeStep(attention, one.time, attention + one.time, *rings)
             rows.append(SimulatedRow(name, where, one, step))
         rows = _estimated(rows, sizes.payload, late, say)
+    facts = [_facts(row, sizes.payload, several="," in placements) for row in rows]
+    time = f"{microseconds(rows[0].estimate.time)} µs ({rows[0].estimate.interval})"
+    said = headline(f"{facts[0]['label']}, {time}", facts)
     made = Report({
         "cluster": named.cluster.name,
         "named_by": named.by,
@@ -129,21 +131,26 @@ def command(
         "result": result,
         "arrivals": late.text,
         "bytes": sizes.payload.bytes,
-        "rows": [_facts(row) for row in rows],
+        "headline": said,
+        "rows": facts,
     })  # fmt: skip
     if form == "table":
         runs = " and ".join(dict.fromkeys(row.simulation.executor for row in rows))
         to_root = " to rank 0" if result == "root" else ""
+        made.line(said)
         made.line(
             f"simulated: {ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each{to_root}; "
             f"run by {runs}"
         )
-        _show(made, rows, late)
+        _show(made, rows, late, equal_messages(facts))
     elif len(rows) != 1:
         raise ArgumentError(f"--format {form} draws one scheme under one placement, not {len(rows)}: name it")
     output.report(made)
     if form != "table":
-        output.draw(_DRAWINGS[form](rows[0].simulation), f"{rows[0].scheme} on {ranks} ranks, simulated")
+        from treeattn.collectives.drawings import timeline  # loaded where something is drawn
+
+        draw = {"svg": timeline.timeline, "rounds": timeline.rounds}[form]
+        output.draw(draw(rows[0].simulation), f"{rows[0].scheme} on {ranks} ranks, simulated")
 
 
 def _estimated(
@@ -219,7 +226,7 @@ def placed(cluster: Cluster, ranks: int, where: str) -> Placement:
     return places
 
 
-def _show(made: Report, rows: list[SimulatedRow], late: Arrivals) -> None:
+def _show(made: Report, rows: list[SimulatedRow], late: Arrivals, same: str | None) -> None:
     fastest = rows[0]
     columns: list[Column[SimulatedRow]] = [Column("scheme", words=True)]
     if len({row.placement for row in rows}) > 1:
@@ -227,12 +234,8 @@ def _show(made: Report, rows: list[SimulatedRow], late: Arrivals) -> None:
     columns += [
         Column("µs", lambda row: row.estimate.time, microseconds),
         Column("95 %", lambda row: row.estimate.interval),
-        Column("x fastest", lambda row: row.estimate.ratio_interval),
-        Column(
-            "x floor",
-            lambda row: row.simulation.time / row.simulation.bound if row.simulation.bound else None,
-            ".2f",
-        ),
+        Column("ratio", lambda row: row.estimate.ratio, ".2f"),
+        Column("95 %", lambda row: row.estimate.ratio_interval),
     ]
     if fastest.step is None:
         columns.append(Column("NIC", lambda row: row.simulation.max_nic_bytes, count))
@@ -242,7 +245,8 @@ def _show(made: Report, rows: list[SimulatedRow], late: Arrivals) -> None:
     made.line()
     if late != TOGETHER:
         made.line(f"times from the first entry on, with arrivals {late.text}; below, ranks enter together")
-    made.line(intervals.alike((row.scheme, row.estimate) for row in rows))
+    if same:
+        made.line(same)
     made.line(intervals.words(fastest.simulation.cluster))
     if fastest.step is None:
         made.line("NIC: bytes of the card that sends most")
@@ -256,10 +260,15 @@ def _show(made: Report, rows: list[SimulatedRow], late: Arrivals) -> None:
         made.line(f"*: by prices that are assumed, not measured; they make {share:.0%} of this time")
 
 
-def _facts(row: SimulatedRow) -> dict[str, object]:
+def _facts(row: SimulatedRow, payload: Payload, several: bool) -> dict[str, object]:
     simulation, path = row.simulation, critical_path(row.simulation)
+    nodes = placement.node_groups(simulation.cluster, simulation.places)
+    sizes = payload.records, payload.record_bytes, payload.group
     return {
         "scheme": row.scheme,
+        "label": f"{row.scheme} ({row.placement})" if several else row.scheme,
+        "like_fastest": row.estimate.like_the_baseline,
+        **counts(simulation.schedule, nodes, *sizes),
         "placement": row.placement,
         "executor": simulation.executor,
         "assumed_share": assumed_share(path),

@@ -21,6 +21,7 @@ from treeattn.mpi.topology import needed
 from treeattn.report import Column, Progress, Report, count, microseconds
 from treeattn.study import intervals
 from treeattn.study.intervals import Estimate, estimates
+from treeattn.study.why import headline
 
 
 @click.command("tune")
@@ -75,12 +76,15 @@ def command(
         "rows": [_facts(one, sure.get(id(one))) for one in everything],
         "fastest": json.loads(best[0].schedule.to_json()),
     })  # fmt: skip
+    rows = [{"label": one.name, "like_fastest": sure[id(one)].like_the_baseline} for one in best]
+    made.line(headline(f"{best[0].name}, {microseconds(best[0].time)} µs", rows))
     made.line(f"simulated: {ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each; run by {runs}")
     made.table([{**_facts(one, sure[id(one)]), "sure": sure[id(one)]} for one in best], [
         Column("schedule", words=True),
         Column("µs", "microseconds", microseconds),
         Column("95 %", lambda row: row["sure"].interval),
-        Column("x fastest", lambda row: row["sure"].ratio_interval),
+        Column("ratio", lambda row: row["sure"].ratio, ".2f"),
+        Column("95 %", lambda row: row["sure"].ratio_interval),
         Column("x floor", lambda row: row["microseconds"] / floor, ".2f", wide=True),
         Column("NIC", "busiest_card_bytes", count),
         Column("bits", lambda row: "always" if row["determinism"] == "A" else "in order"),
@@ -89,7 +93,6 @@ def command(
     made.line(
         f"\n{len(everything)} candidates; shown is what none beats in time, bytes of the busiest NIC and bits"
     )
-    made.line(intervals.alike((one.name, sure[id(one)]) for one in best))
     made.line(intervals.words(named.cluster))
     made.line("bits: always, by any merge that commutes; in order, where ranks fold in one order, as here")
     if share:

@@ -26,7 +26,7 @@ _MARKERS, _COLOURS = "osD^vP*X", [f"C{number}" for number in range(10)]
 def time(frame: pandas.DataFrame, width: float = WIDTH) -> Figure | None:
     """Time over size, with intervals: over bytes of reductions, over tokens of whole steps."""
     sized = _sized(frame)
-    return _panels(sized, width, "time_us", "low_us", "high_us", "time, µs")
+    return _panels(sized, width, "time_us", "low_us", "high_us", "µs from the last entry")
 
 
 def relative(frame: pandas.DataFrame, width: float = WIDTH) -> Figure | None:
@@ -45,7 +45,7 @@ def scaling(frame: pandas.DataFrame, width: float = WIDTH) -> Figure | None:
         for n, (_, row) in zip(size, found.iterrows(), strict=True)
     ]
     several = found.groupby("panel")["x"].transform("nunique") > 1
-    return _panels(found[several], width, "time_us", "low_us", "high_us", "time, µs")
+    return _panels(found[several], width, "time_us", "low_us", "high_us", "µs from the last entry")
 
 
 def predicted(frame: pandas.DataFrame, width: float = WIDTH) -> Figure | None:

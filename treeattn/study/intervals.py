@@ -11,7 +11,7 @@ runs that it knew nothing of. Arrivals, if they differ by chance, are drawn alon
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -127,18 +127,6 @@ def words(cluster: Cluster) -> str:
         f"{text}what this model misses of published runs that it knew nothing of: half are off by "
         f"{BLIND.median:.0%}, one in ten by more than {BLIND.p90:.0%} (docs/predicted.md)"
     )
-
-
-def alike(of: Iterable[tuple[str, Estimate]]) -> str:
-    """Which schemes are neither faster nor slower than the baseline among them, in words."""
-    named = {True: [], False: []}  # type: dict[bool, list[str]]
-    for name, estimate in of:
-        if estimate.like_the_baseline:
-            named[estimate.is_baseline].append(name)
-    base, others = " and ".join(named[True]), ", ".join(named[False])
-    if not others:
-        return f"predicted: all others can be told apart from {base}"
-    return f"predicted: cannot be told apart from {base}: {others}"
 
 
 def _short(value: float) -> str:

@@ -34,13 +34,13 @@ def lines(axes):
 def test_time_over_size_and_a_row_for_each_scheme_of_one_size(sizes):
     figure = figures.time(sizes, 5.0)
     reductions, steps = figure.axes
-    assert (reductions.get_xlabel(), reductions.get_ylabel()) == ("bytes", "time, µs")
+    assert (reductions.get_xlabel(), reductions.get_ylabel()) == ("bytes", "µs from the last entry")
     assert [label.get_text() for label in reductions.get_xticklabels()] == ["520", "2,080", "8,320"]
     drawn = lines(reductions)
     assert drawn.keys() == set(made_results.SCHEMES)
     chain = sizes[(sizes["label"] == "binary_tree") & (sizes["what"] == "reduce")].sort_values("bytes")
     assert drawn["binary_tree"] == list(zip(chain["bytes"], chain["time_us"], strict=True))
-    assert steps.get_xlabel() == "time, µs (64 tokens)"
+    assert steps.get_xlabel() == "µs from the last entry (64 tokens)"
     fastest = sizes[sizes["what"] == "decode"].sort_values("time_us")["label"].tolist()
     assert [label.get_text() for label in steps.get_yticklabels()] == fastest[::-1]
     assert figure.get_size_inches()[0] == 5

@@ -137,8 +137,8 @@ def test_how_good_predictions_were_is_summed_up():
     """The third lies outside its interval."""
     known = [("ring", 10.5, 10.0), ("chain", 20.0, 20.0), ("bine", 10.0, 30.0)]
     rows = [
-        {"label": name, "time_us": time, "predicted_us": predicted, "predicted_low_us": 0.9 * predicted,
-         "predicted_high_us": 1.1 * predicted}
+        {"label": name, "time_us": time, "ratio": time / 10, "predicted_us": predicted,
+         "predicted_low_us": 0.9 * predicted, "predicted_high_us": 1.1 * predicted}
         for name, time, predicted in known
     ]  # fmt: skip
     found = compare_table.accuracy([rows])

@@ -12,7 +12,7 @@ import pytest
 from scipy import stats
 
 from treeattn.errors import MissingPackageError
-from treeattn.study.compare.rows import SUM
+from treeattn.study.compare.rows import NCCL_SUM, SUM
 from treeattn.study.compare.summary import hodges_lehmann, holm, interval, p_value, summarise
 
 
@@ -48,6 +48,32 @@ def test_what_disturbs_a_repetition_does_not_hide_who_is_faster():
     few = of(summarise(rows(times, repetitions=5)))
     assert {(one["ratio_low"], one["low_us"]) for one in few.values()} == {(None, None)}
     assert {few[name]["verdict"] for name in ("chain", "ring")} == {"not told apart"}
+
+
+def test_which_others_may_be_the_fastest():
+    """By ratios to the fastest itself: intervals of ratios to another one would overlap."""
+    times = {SUM: 100.0, "chain": 50.0, "bine": 49.4, "ring": 52.0}
+    found = summarise(rows(times))
+    assert {one["scheme"]: one["like_fastest"] for one in found[1:]} | {found[0]["scheme"]: True} == {
+        "chain": True, "bine": True, "ring": False, SUM: False,
+    }  # fmt: skip
+
+
+def test_a_case_has_one_baseline_of_all_transports():
+    """The faster of two libraries' sums, so that one scale orders all rows; peer memory has no sum."""
+    found = []
+    for transport, times in {
+        "host": {SUM: 90.0},
+        "nccl": {SUM: 30.0, "ring": 20.0},
+        "peer": {"ring": 15.0},
+    }.items():
+        for key in made_results.keys(times, [4096], device="cuda", transport=transport):
+            found += [
+                made_results.row(key, at, time_us=times[key.scheme] * (1 + at / 100)) for at in range(6)
+            ]
+    summed = {one["label"]: (one["baseline"], round(one["ratio"], 3)) for one in summarise(found)}
+    assert list(summed) == ["ring [peer]", "ring [nccl]", NCCL_SUM, f"{SUM} [host]"]
+    assert summed == dict(zip(summed, [(NCCL_SUM, ratio) for ratio in (0.5, 0.667, 1, 3)], strict=True))
 
 
 def test_runs_that_disagree_have_no_verdict():

@@ -8,8 +8,9 @@ import made_results
 import pytest
 
 from treeattn.errors import ArgumentError
-from treeattn.study.compare import measure, sweep
+from treeattn.study.compare import measure, steps, sweep
 from treeattn.study.compare.measure import Budget
+from treeattn.study.compare.rows import SUM
 from treeattn.study.compare.sweep import Block, blocks
 
 CASE = made_results.keys(["ring", "chain", "binary_tree"], [0])
@@ -94,6 +95,13 @@ def tiers(messages_intra, bytes_intra, messages_inter=0, bytes_inter=0):
 def test_what_was_handed_over_by_tier(sent, groups, found):
     ranks = SimpleNamespace(allgather=lambda mine: sent)
     assert measure.handed_over(ranks, sent[0], groups) == found
+
+
+def test_a_librarys_sum_is_planned_over_its_own_transport(monkeypatch):
+    monkeypatch.setattr(steps, "library_sum", lambda key, spec: f"the sum over {key.transport}")
+    local = object.__new__(steps._LocalSum)
+    (local.key,) = made_results.keys([SUM], [0], device="cuda", transport="nccl")
+    assert local.reduction(None) == (None, "nccl", "the sum over nccl")
 
 
 class Step:

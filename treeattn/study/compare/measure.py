@@ -9,14 +9,14 @@ import functools
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from statistics import fmean, median
 from typing import Any
 
 import numpy as np
 
-from treeattn.collectives.parameters import Groups, node_of
+from treeattn.collectives.parameters import Groups
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.mpi import communicators
@@ -26,6 +26,7 @@ from treeattn.study.compare import problems, steps
 from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.loop import Loop
 from treeattn.study.compare.rows import ENOUGH, SUM, Key
+from treeattn.study.why import Tiers, by_tier, counts
 
 WARMUP = {"reduce": 5, "decode": 1}
 FEWEST = 3
@@ -120,9 +121,9 @@ class Bench:
 
     def _facts(self, key: Key, inputs: problems.Inputs, step: PlannedDecode) -> dict[str, Any]:
         """What does not depend on time: the result's error and bits, and what was sent."""
-        proved, scheduled = step.certificate, None
-        if step.schedule is not None:
-            scheduled = scheduled_tiers(step.schedule, key.heads, key.record_bytes // key.heads, self.groups)
+        proved, counted = step.certificate, {}
+        if step.schedule is not None:  # all records of a head are never cut
+            counted = counts(step.schedule, self.groups, key.heads, key.record_bytes // key.heads)
         sent = handed_over(self.comm, step.sent, self.groups)
         judged = key.scheme != SUM
         if judged and key.what == "reduce":
@@ -130,9 +131,9 @@ class Bench:
         return {
             "executor": step.executor,
             "determinism": proved.determinism if proved else "measured",
-            "rounds": proved and proved.rounds,
             "depth": proved and proved.depth,
-            "as_scheduled": None if scheduled is None else sent == scheduled,
+            "as_scheduled": None if not counted else sent is not None and sent.items() <= counted.items(),
+            **counted,
             **(sent or {}),
             **(self._judged(inputs, step) if judged else {}),
         }
@@ -188,19 +189,6 @@ def _digest(out: Any, lse: Any) -> str:
     return hashlib.sha256(out.tobytes() + lse.tobytes()).hexdigest()[:16]
 
 
-Tiers = dict[str, int | None]
-
-
-def scheduled_tiers(schedule: Schedule, rows: int, row_bytes: int, groups: Groups) -> Tiers:
-    """Messages and bytes by tier of one step of `schedule`, all ranks together, as columns of a row.
-
-    The records are `rows` of `row_bytes` that a chunk never cuts (all records of a head). groups: the ranks
-    of each node.
-    """
-    sent = ((m.src, m.dst, m.records * row_bytes) for m in schedule.traffic(rows))
-    return _by_tier(sent, groups)
-
-
 def handed_over(comm: MpiCommunicator, sent: Any, groups: Groups) -> Tiers | None:
     """Bytes of a step from what each rank handed to MPI: a list of (destination, bytes), one for each
     message.
@@ -212,18 +200,7 @@ def handed_over(comm: MpiCommunicator, sent: Any, groups: Groups) -> Tiers | Non
     if any(mine is None for mine in everyone):
         return None
     if not isinstance(sent, int):
-        return _by_tier(((src, dst, size) for src, mine in enumerate(everyone) for dst, size in mine), groups)
+        return by_tier(((src, dst, size) for src, mine in enumerate(everyone) for dst, size in mine), groups)
     if len(groups) > 1:
         return {"bytes_library": sum(everyone)}
     return {"messages_intra": None, "bytes_intra": sum(everyone), "messages_inter": 0, "bytes_inter": 0}
-
-
-def _by_tier(sent: Iterable[tuple[int, int, int]], groups: Groups) -> Tiers:
-    """sent: source, destination, bytes."""
-    node = node_of(groups)
-    tiers = dict.fromkeys(("messages_intra", "bytes_intra", "messages_inter", "bytes_inter"), 0)
-    for src, dst, size in sent:
-        tier = "intra" if node[src] == node[dst] else "inter"
-        tiers[f"messages_{tier}"] += 1
-        tiers[f"bytes_{tier}"] += size
-    return dict(tiers)

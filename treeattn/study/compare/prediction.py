@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from treeattn.collectives.schedule import Payload, Schedule
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.mpi import topology
 from treeattn.mpi.communicators import MpiCommunicator, collectively
+from treeattn.mpi.topology import Described
 from treeattn.selection import select
 from treeattn.study.compare.rows import SUM, Key
 from treeattn.study.decode_step import (
@@ -30,29 +30,21 @@ from treeattn.study.decode_step import (
 from treeattn.study.intervals import Estimate, estimates, words
 
 
-class Predictions(NamedTuple):
-    """Predictions of every key that can be predicted, and on which cluster, in words: on rank 0, where one is
-    named."""
-
-    estimates: dict[Key, Estimate]
-    shown: str = ""
-
-
 def predictions(
-    world: MpiCommunicator, name: str | None, keys: Sequence[Key], user_schedules: Mapping[str, Schedule]
-) -> Predictions:
-    """Predictions on the cluster of that name, else the one of TREEATTN_CLUSTER. user_schedules: by name.
+    world: MpiCommunicator, named: Described, keys: Sequence[Key], user_schedules: Mapping[str, Schedule]
+) -> tuple[dict[Key, Estimate], str]:
+    """On rank 0 predictions of every key that can be predicted on this cluster, and what it is, in words.
+    user_schedules: by name.
 
-    Collective. Raises what reading the cluster raises, the same on every rank.
+    Collective. Raises, the same on every rank, where the cluster has no room for the job.
     """
     found = topology.detect(world)
 
-    def predict() -> Predictions:
-        named = topology.described(name) if world.rank == 0 else None
-        if named is None:
-            return Predictions({})
-        cluster, places = named.cluster, found.places_on(named.cluster)
+    def predict() -> tuple[dict[Key, Estimate], str]:
         known: dict[Key, Estimate] = {}
+        if world.rank != 0:
+            return known, ""
+        cluster, places = named.cluster, found.places_on(named.cluster)
         without: dict[str, None] = {}
         for _, case in groupby(keys, lambda key: key.case):
             costs: dict[Key, Cost] = {}
@@ -62,7 +54,7 @@ def predictions(
                 without[lacking(cluster, places, key)] = None
             known |= zip(costs, estimates(cluster, list(costs.values())), strict=True)
         shown = "; ".join(filter(None, (named.shown, found.misfit(cluster), *without)))
-        return Predictions(known, f"{shown}\n{words(cluster)}")
+        return known, f"{shown}\n{words(cluster)}"
 
     return collectively(world, predict)
 

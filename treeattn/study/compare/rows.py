@@ -97,8 +97,9 @@ class Row(Key, frozen=True, kw_only=True):
     after it. took_us: the whole block. iterations; late: of these, how many some rank entered after the
     agreed instant. clock_error_us: how far apart the clocks of ranks may be.
 
-    executor: which of `treeattn.collectives.executors` ran the schedule. determinism, rounds, depth: of its
-    certificate. messages, bytes: by tier, of all ranks in one step; bytes_library: handed to the library's
+    executor: which of `treeattn.collectives.executors` ran the schedule. determinism, depth: of its
+    certificate. rounds, rounds_inter, busiest_bytes, sends: as `treeattn.study.why.counts` counts them.
+    messages, bytes: by tier, of all ranks in one step; bytes_library: handed to the library's
     own collective between nodes, which tells nothing else. as_scheduled: whether they are what the schedule
     says. same_bits: whether all ranks held one result; None where each holds other heads. digest: of the
     whole result. error_out, error_lse: largest difference from float64; bound_out, bound_lse: what "exact"
@@ -139,8 +140,11 @@ class Row(Key, frozen=True, kw_only=True):
     clock_error_us: float = 0.0
     executor: str | None = None
     determinism: str | None = None
-    rounds: int | None = None
     depth: int | None = None
+    rounds: int | None = None
+    rounds_inter: int | None = None
+    busiest_bytes: int | None = None
+    sends: str | None = None
     messages_intra: int | None = None
     messages_inter: int | None = None
     bytes_intra: int | None = None

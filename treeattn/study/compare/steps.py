@@ -97,7 +97,7 @@ class _LocalSum(LocalPlan):
     key: Key
 
     def reduction(self, spec: ReductionSpec) -> tuple[None, str, Reducer]:
-        return None, "mpi", library_sum(self.key, spec)
+        return None, self.key.transport, library_sum(self.key, spec)
 
 
 def shape_of(key: Key) -> Shape:

@@ -41,14 +41,16 @@ Summary = dict[str, Any]
 def summarise(rows: Iterable[Row], baseline: str | None = None, tested: bool = True) -> list[Summary]:
     """One entry for each scheme of each case and version, those of a case from fast to slow.
 
-    baseline: label of the scheme that others are compared with, by default the library's sum over the same
-    transport. tested: with intervals, ratios and verdicts, which need scipy: raises `MissingPackageError`.
+    baseline: label of the scheme that others are compared with, by default the library's sum, of several
+    transports the fastest. tested: with intervals, ratios and verdicts, which need scipy: raises
+    `MissingPackageError`.
 
     An entry has the columns of the last row, medians over blocks instead of its times, and ``label``,
     ``blocks``, ``runs``, ``wrong`` (None, or what is wrong with a result), ``results`` (how many different
     ones), ``iterations`` (fewest of a block). Where tested also ``low_us`` and ``high_us``, and, against
     ``baseline``, ``ratio``, ``ratio_low``, ``ratio_high``, ``p`` (corrected for all schemes of the case) and
-    ``verdict``; each None where there are too few blocks, or no baseline.
+    ``verdict``; each None where there are too few blocks, or no baseline. ``like_fastest``: whether it cannot
+    be told apart from the first of its case.
     """
     cases: dict[Any, dict[Key, list[Row]]] = {}
     for row in rows:
@@ -56,11 +58,20 @@ def summarise(rows: Iterable[Row], baseline: str | None = None, tested: bool = T
             cases.setdefault((version(row), row.case), {}).setdefault(row.key, []).append(row)
     found = []
     for case in cases.values():
-        of_case = [_together(blocks) for blocks in case.values()]
+        of_case = {key: _together(blocks) for key, blocks in case.items()}
         if tested:
             _compare(of_case, case, baseline)
-        found += sorted(of_case, key=lambda one: (one["ratio"] is None, one["ratio"] or one["time_us"]))
+        ordered = sorted(of_case, key=lambda key: _order(of_case[key]))
+        if tested:
+            for key, one in _against(case, ordered[0]).items():
+                of_case[key]["like_fastest"] = one["verdict"] not in ("faster", "slower")
+        found += [of_case[key] for key in ordered]
     return found
+
+
+def _order(one: Summary) -> tuple[bool, float]:
+    """From fast to slow, by the ratio; what has none comes last."""
+    return one["ratio"] is None, one["ratio"] or one["time_us"]
 
 
 def _together(blocks: Sequence[Row]) -> Summary:
@@ -81,36 +92,56 @@ def _together(blocks: Sequence[Row]) -> Summary:
         "wrong": next((row.wrong for row in blocks if row.wrong), None),
         "results": len({row.digest for row in blocks if row.digest}),
         **dict.fromkeys(
-            ("low_us", "high_us", "baseline", "ratio", "ratio_low", "ratio_high", "p", "verdict")
+            (
+                "low_us",
+                "high_us",
+                "baseline",
+                "ratio",
+                "ratio_low",
+                "ratio_high",
+                "p",
+                "verdict",
+                "like_fastest",
+            )
         ),
     }
 
 
-def _compare(of_case: list[Summary], case: Mapping[Key, Sequence[Row]], baseline: str | None) -> None:
-    """Add intervals, and what `baseline` is compared with."""
-    compared: list[tuple[Summary, list[tuple[str, float]]]] = []
-    for made, (key, blocks) in zip(of_case, case.items(), strict=True):
-        made["low_us"], made["high_us"] = interval([row.time_us for row in blocks if row.time_us is not None])
-        base = next((other for other in case if _is_baseline(other, key, baseline)), None)
-        if base is None:
-            continue
+def _compare(of_case: Mapping[Key, Summary], case: Mapping[Key, Sequence[Row]], baseline: str | None) -> None:
+    """Add intervals, and what each is to the baseline."""
+    for key, made in of_case.items():
+        times = [row.time_us for row in case[key] if row.time_us is not None]
+        made["low_us"], made["high_us"] = interval(times)
+    named = [key for key in case if (key.scheme == SUM if baseline is None else key.label == baseline)]
+    if not named:
+        return
+    base = min(named, key=lambda key: float(of_case[key]["time_us"]))
+    of_case[base]["ratio"] = 1.0
+    for key, one in _against(case, base).items():
+        of_case[key] |= one
+    for made in of_case.values():
         made["baseline"] = base.label
-        if base == key:
-            made["ratio"] = 1.0
-            continue
-        theirs = {(row.run, row.repetition): row.time_us for row in case[base]}
+
+
+def _against(case: Mapping[Key, Sequence[Row]], base: Key) -> dict[Key, dict[str, Any]]:
+    """Of each other scheme the ratio to `base` within repetitions, and whether it is faster: as columns."""
+    theirs = {(row.run, row.repetition): row.time_us for row in case[base]}
+    ratios: dict[Key, list[tuple[str, float]]] = {}
+    for key, blocks in case.items():
         logs = [
             (row.run, float(np.log(row.time_us / other)))
             for row in blocks
             if row.time_us and (other := theirs.get((row.run, row.repetition)))
         ]
-        if logs:
-            compared.append((made, logs[:: 1 + len(logs) // _MOST]))
-    corrected = holm([p_value([log for _, log in logs]) for _, logs in compared])
-    for (made, logs), p in zip(compared, corrected, strict=True):
+        if logs and key != base:
+            ratios[key] = logs[:: 1 + len(logs) // _MOST]
+    found: dict[Key, dict[str, Any]] = {}
+    corrected = holm([p_value([log for _, log in logs]) for logs in ratios.values()])
+    for (key, logs), p in zip(ratios.items(), corrected, strict=True):
         middle, low, high = hodges_lehmann([log for _, log in logs])
-        made |= {"ratio": middle, "ratio_low": low, "ratio_high": high, "p": p}
-        made["verdict"] = _verdict(logs, middle, p)
+        found[key] = {"ratio": middle, "ratio_low": low, "ratio_high": high, "p": p}
+        found[key]["verdict"] = _verdict(logs, middle, p)
+    return found
 
 
 def _verdict(logs: Sequence[tuple[str, float]], ratio: float, p: float) -> str:
@@ -121,12 +152,6 @@ def _verdict(logs: Sequence[tuple[str, float]], ratio: float, p: float) -> str:
     if p > 0.05:
         return "not told apart"
     return "faster" if ratio < 1 else "slower"
-
-
-def _is_baseline(base: Key, key: Key, baseline: str | None) -> bool:
-    if baseline is None:
-        return base.scheme == SUM and base.transport == key.transport
-    return base.label == baseline
 
 
 def interval(times: Sequence[float]) -> tuple[float | None, float | None]:
