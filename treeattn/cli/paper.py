@@ -25,10 +25,10 @@ from treeattn.study.paper.experiment import MACHINE
 @click.option("--ranks-free", is_flag=True, help="Only the paper and the model: run nothing, need no MPI.")
 @options.output_options(json="Write settings, tables and notes.")
 def command(experiments: tuple[str, ...], listing: bool, ranks_free: bool, output: Output) -> None:
-    """Print the paper's experiments: ours, the paper's number and the model side by side (default: all).
+    """Print the paper's experiments, its numbers and the model side by side (default: all).
 
-    Small settings run for real on up to 4 ranks (mpiexec -n 4 treeattn paper), large ones are the model's.
-    What the numbers mean, and which of the paper's are not explained, is in docs/paper.md.
+    What a rank holds and sends is counted on up to 4 ranks (mpiexec -n 4 treeattn paper memory volume); times
+    are what treeattn compare measures. Which of the paper's numbers are not explained: docs/paper.md.
     """
     if listing:
         if experiments or ranks_free or output.json:
@@ -48,7 +48,8 @@ def command(experiments: tuple[str, ...], listing: bool, ranks_free: bool, outpu
     for name, experiment in chosen.items():
         if world is not None and world.rank == 0 and sys.stderr.isatty():
             click.echo(f"running: {experiment.TITLE}", err=True)
-        measured[name] = [] if world is None else experiment.measure(world, **experiment.SMALL)
+        counted = world is not None and hasattr(experiment, "measure")
+        measured[name] = experiment.measure(world, **experiment.SMALL) if counted else []
     if world is None or world.rank == 0:
         output.report(_report(run, measured))
 
@@ -64,7 +65,7 @@ def _report(run: dict[str, Any] | None, measured: dict[str, list[Table]]) -> Rep
             "title": experiment.TITLE,
             "where": experiment.WHERE,
             "paper": msgspec.to_builtins(experiment.PAPER),
-            "small": experiment.SMALL,
+            "small": getattr(experiment, "SMALL", None),
             "model": list(map(_facts, model)),
             "measured": list(map(_facts, here)),
         })  # fmt: skip
@@ -75,6 +76,8 @@ def _report(run: dict[str, Any] | None, measured: dict[str, list[Table]]) -> Rep
             made.table(found.rows, [
                 Column(heading, form=shown, words=index < 2) for index, heading in enumerate(found.rows[0])
             ])  # fmt: skip
+        if not hasattr(experiment, "measure"):
+            continue
         if run is None:
             made.line("not run: --ranks-free leaves out what needs ranks")
         elif not here:

@@ -21,7 +21,7 @@ from treeattn.backends.device import Device, find
 from treeattn.errors import RestrictionError
 from treeattn.llama.config import Config, Rope, read_config
 from treeattn.llama.tensor_parallel import Linear, Loader, TensorParallelGroup, Tokens
-from treeattn.llama.weights import RandomWeights, Weights
+from treeattn.llama.weights import Weights
 from treeattn.mpi import communicators
 from treeattn.mpi.communicators import Agreement, MpiCommunicator
 from treeattn.partial import Array
@@ -153,7 +153,7 @@ class FeedForward:
 
 
 class Llama:
-    """A model from a directory or from weights that are drawn. It computes in float32; on the processor its
+    """A model from a directory. It computes in float32; on the processor its
     matrices stay of the type that they have.
 
     With `comm`, its ranks hold a part of the weights each: heads of the attention, rows and columns of the
@@ -175,7 +175,7 @@ class Llama:
 
     def __init__(
         self,
-        model: str | Path | RandomWeights,
+        model: str | Path,
         comm: Intracomm | None = None,
         *,
         device: str = "cpu",
@@ -198,12 +198,12 @@ class Llama:
 
     def _load(
         self,
-        model: str | Path | RandomWeights,
+        model: str | Path,
         comm: MpiCommunicator | None,
         device: str,
         mapped: bool = False,
     ) -> None:
-        weights = model if isinstance(model, RandomWeights) else Weights(model, read_config(model), mapped)
+        weights = Weights(model, read_config(model), mapped)
         self.config = config = weights.config
         self.comm, self.device = comm, find(device, "tokens" if self.reproducible else None, 1)
         self.dtype = weights.dtype if device == "cpu" else "float32"

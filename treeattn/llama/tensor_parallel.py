@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from treeattn.backends.device import Device
 from treeattn.collectives.runtime import watchdog
 from treeattn.llama.config import Config
-from treeattn.llama.weights import EMBEDDING, HEAD, RandomWeights, Weights
+from treeattn.llama.weights import EMBEDDING, HEAD, Weights
 from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.partial import Array
 from treeattn.shards import block, parts
@@ -214,7 +214,7 @@ class Loader:
 
     def __init__(
         self,
-        weights: Weights | RandomWeights,
+        weights: Weights,
         device: Device,
         group: TensorParallelGroup | None,
     ) -> None:

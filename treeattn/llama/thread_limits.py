@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from treeattn.errors import MissingPackageError
 from treeattn.mpi import communicators
@@ -16,8 +15,8 @@ _OURS = "TREEATTN_THREADS"
 
 class ThreadLimits:
     """Gives this rank's share of the node's cores, at least one, to NumPy's linear algebra and to our own
-    kernels that are planned from now on, until `restore`. By itself NumPy takes all cores in every rank, and
-    they wait for each other. The environment goes first, for our kernels too (``TREEATTN_THREADS``).
+    kernels that are planned from now on. By itself NumPy takes all cores in every rank, and they wait for
+    each other. The environment goes first, for our kernels too (``TREEATTN_THREADS``).
 
     blas_threads: of NumPy's library; None where the environment or the library itself has decided.
     Collective. Raises `BackendError`, on every rank, where ranks share a node and one of them has no
@@ -29,22 +28,14 @@ class ThreadLimits:
         self.ranks = ranks = len(next(one for one in communicators.node_groups(comm) if comm.rank in one))
         share = max(1, len(os.sched_getaffinity(0)) // ranks)
         self.blas_threads: int | None = None
-        self._limits: Any = None
         with Agreement(comm):
             if ranks > 1 and not any(name in os.environ for name in _SETTINGS):
-                self._limits, self.blas_threads = _limited(share, ranks), share
-        self._set = _OURS not in os.environ
+                _limit(share, ranks)
+                self.blas_threads = share
         os.environ.setdefault(_OURS, str(share))
 
-    def restore(self) -> None:
-        """Set the limits back to what they were."""
-        if self._limits is not None:
-            self._limits.restore_original_limits()
-        if self._set:
-            os.environ.pop(_OURS, None)
 
-
-def _limited(threads: int, ranks: int) -> Any:
+def _limit(threads: int, ranks: int) -> None:
     try:
         from threadpoolctl import threadpool_limits
     except ImportError:
@@ -52,4 +43,4 @@ def _limited(threads: int, ranks: int) -> Any:
             f"{ranks} ranks of a node would each take all of its cores: "
             "pip install 'treeattn[models]', or set OPENBLAS_NUM_THREADS"
         ) from None
-    return threadpool_limits(threads)
+    threadpool_limits(threads)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -91,27 +90,6 @@ class Weights:
                 f"{self._files[HEAD].path}: {HEAD} is not {EMBEDDING}, to which config.json's "
                 "tie_word_embeddings ties it: say false there, or leave the tensor out"
             )
-
-
-class RandomWeights:
-    """Weights for times, which do not depend on them: norms of 1, all else drawn when it is read."""
-
-    dtype, mapped = "float32", False
-
-    def __init__(self, config: Config, seed: int = 0) -> None:
-        self.config, self.shapes, self._seed = config, shapes(config), seed
-
-    def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Array:
-        """A tensor, or a part of a matrix."""
-        shape = self.shapes[name]
-        if len(shape) == 1:
-            return np.ones(shape, np.float32)[rows or slice(None)]
-        rng = np.random.default_rng([self._seed, zlib.crc32(name.encode())])
-        whole = rng.standard_normal(shape, np.float32) / np.float32(shape[1] ** 0.5)
-        return whole[rows or slice(None), columns or slice(None)]
-
-    def check_tied(self, rows: slice | None) -> None:
-        """Pass, since tied ends are one tensor here."""
 
 
 def _read_index(path: Path) -> dict[Path, set[str] | None]:

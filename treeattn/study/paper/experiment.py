@@ -4,7 +4,6 @@ small ones: schemes interleaved, results checked, everything kept."""
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -104,9 +103,3 @@ def _missed(key: Key, blocks: Blocks) -> list[TreeattnError]:
         if not block["error_out"] <= block["bound_out"] or block.get("same_bits") is False  # NaN is wrong too
     ]
     return [TreeattnError(text) for text in wrong[:1]]
-
-
-def median(blocks: Blocks, *columns: str) -> float:
-    """Milliseconds: the median over blocks of these columns together, in a block the median over
-    iterations."""
-    return float(statistics.median(sum(block[name] for name in columns) for block in blocks)) / 1000

@@ -1,7 +1,6 @@
 """Tables 1 and 2 of the paper: Llama models, prefill and ten tokens, ring against tree.
 
-Run here: a small model of drawn weights, whose times are those of any weights, prefill and decode apart; both
-rows have the same prefill, as in the paper. The paper's settings are priced on simulated clusters.
+The paper's settings are priced on simulated clusters; rows of one setting have the same prefill.
 """
 
 from __future__ import annotations
@@ -11,19 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from treeattn.collectives.clusters import description
-from treeattn.errors import BackendError
-from treeattn.llama.config import Config, Rope
-from treeattn.llama.generate import generate
-from treeattn.llama.model import Llama
-from treeattn.llama.session import Session
-from treeattn.llama.thread_limits import ThreadLimits
-from treeattn.llama.weights import RandomWeights
-from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.study.decode_step import StepShape, attention_cost, kv_ring_cost, reduction_cost
-from treeattn.study.paper.experiment import MACHINE, Table, first_ranks, placed
+from treeattn.study.paper.experiment import MACHINE, Table, placed
 
 #: The paper's name of a machine -> its description.
 MACHINES = {"8 H100": MACHINE, "4 MI300X": "mi300x", "2 RTX 4090": "dual-4090"}
@@ -75,7 +64,6 @@ PUBLISHED = (
 TITLE = "Llama models: prefill and ten tokens, ring against tree"
 WHERE = "tables 1 and 2"
 PAPER = {"series": PUBLISHED}
-SMALL = {"tokens": [2048, 8192], "repeats": 10, "ranks": 4}
 
 
 def implied(series: Series) -> tuple[float, float]:
@@ -132,67 +120,3 @@ def simulated(series: Sequence[Series]) -> list[dict[str, Any]]:
                 "ring minus tree, s: simulated": DECODED * one.layers * late / 1e6,
             })  # fmt: skip
     return rows
-
-
-SMALL_MODEL = Config(
-    hidden_size=256, intermediate_size=512, layers=2, heads=4, kv_heads=2, head_dim=64, vocab_size=512,
-    rms_norm_eps=1e-5, max_position_embeddings=1 << 20, tied=True, attention_bias=False, mlp_bias=False,
-    eos=(), rope=Rope("default", 10000.0),
-)  # fmt: skip
-
-
-def measure(comm: MpiCommunicator, tokens: Sequence[int], repeats: int, ranks: int) -> list[Table]:
-    """Prefill and nine more tokens of the small model, by tree and by ring in turn."""
-    size = min(comm.size, ranks)
-    if size == 1:
-        return []
-    with first_ranks(comm, size) as part:
-        if part is not None:
-            threads, cores = "as the environment says", None
-            try:
-                cores = ThreadLimits(part)
-                if cores.blas_threads is not None:
-                    threads = f"BLAS threads of a rank: {cores.blas_threads}"
-            except BackendError as error:
-                threads = str(error)
-            llama = Llama(RandomWeights(SMALL_MODEL))
-            rows = [_row(part, llama, count, repeats) for count in tokens]
-            if cores is not None:
-                cores.restore()
-    if comm.rank:
-        return []
-    title = (
-        f"run here: {size} ranks, {SMALL_MODEL.layers} layers of {SMALL_MODEL.heads} heads "
-        f"({SMALL_MODEL.kv_heads} KV) x {SMALL_MODEL.head_dim}, drawn weights; means of {repeats} repeats, "
-        f"+- their standard error; {threads}"
-    )
-    return [Table(title, rows)]
-
-
-def _row(comm: MpiCommunicator, llama: Llama, tokens: int, repeats: int) -> dict[str, float | str | None]:
-    """A row of rank 0's times. Collective."""
-    prompt = np.random.default_rng(tokens).integers(0, SMALL_MODEL.vocab_size, tokens).tolist()
-    first: list[float] = []
-    tree: list[float] = []
-    ring: list[float] = []
-    for _ in range(repeats):
-        for scheme, later in (("hierarchical", tree), ("kv_ring", ring)):
-            with Session(comm, llama, prompt, capacity=tokens + DECODED + 1, scheme=scheme) as session:
-                made = generate(session, DECODED + 1)
-            first.append(made.first_token_s)
-            later.append(sum(made.step_s))
-    return {
-        "tokens": tokens,
-        "prefill, s: here": statistics.mean(first),
-        "+- (standard error)": _standard_error(first),
-        "nine tokens by tree, s: here": statistics.mean(tree),
-        "+- (standard error) ": _standard_error(tree),
-        "nine tokens by ring, s: here": statistics.mean(ring),
-        "+- (standard error)  ": _standard_error(ring),
-        "ring / tree: here": statistics.mean(ring) / statistics.mean(tree),
-    }
-
-
-def _standard_error(values: Sequence[float]) -> float:
-    """The standard error of the mean of independent values."""
-    return statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else float("nan")

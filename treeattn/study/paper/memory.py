@@ -100,15 +100,15 @@ def allocated(comm: MpiCommunicator, key: Key) -> tuple[int, int]:
     where they are most, as tracemalloc sees them: not the buffers of the MPI library. Collective."""
     inputs = problems.decode_inputs(comm, key)
     given: Any = inputs.q, inputs.k, inputs.v
+    with steps.plan(comm, key, {}) as step:
+        step(*given)  # loads what the first one does
     tracemalloc.start()
     try:
         step = steps.plan(comm, key, {})
         for _ in range(2):
             tracemalloc.reset_peak()
             held = tracemalloc.get_traced_memory()[0]
-            step.local(*given)
-            step.reduce()
-            step.finish()
+            step(*given)
         peak = tracemalloc.get_traced_memory()[1]
         step.close()
     finally:

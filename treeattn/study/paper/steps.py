@@ -8,10 +8,8 @@ from typing import Any
 from treeattn import collectives
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.study import laws
-from treeattn.study.compare.rows import Key
-from treeattn.study.paper.experiment import MACHINE, Table, median, placed, run
+from treeattn.study.paper.experiment import MACHINE, Table, placed
 
 TITLE = "steps of a reduction against log p"
 WHERE = "section 5.1, Theorem 1: O(N/p + log p)"
@@ -20,11 +18,6 @@ PAPER = {
     "schemes": [
         "k_nomial_tree", "recursive_doubling", "binary_tree", "double_binary_tree", "hierarchical", "chain",
     ],
-}  # fmt: skip
-SMALL = {
-    "ranks": [2, 3, 4, 8],
-    "schemes": ["k_nomial_tree", "recursive_doubling", "binary_tree", "hierarchical", "chain"],
-    "heads": 16, "head_dim": 128, "effort": {"repetitions": 3, "iterations": 50, "seconds": 0.1},
 }  # fmt: skip
 _STEPS = "steps: model (NCCL: hops up and down)"
 _GPUS = 8  # of a node
@@ -66,28 +59,3 @@ def model(ranks: Sequence[int], schemes: Sequence[str]) -> list[Table]:
         Table("the paper's numbers of GPUs, one token on each", rows),
         Table(f"{MACHINE}, simulated: the reduction alone, 16 x 128", times),
     ]
-
-
-def measure(
-    comm: MpiCommunicator,
-    ranks: Sequence[int],
-    schemes: Sequence[str],
-    heads: int,
-    head_dim: int,
-    effort: dict[str, Any],
-) -> list[Table]:
-    """Depth and rounds of reductions alone as the harness found them, and times."""
-    shape = 0, 1, 1, heads, heads, head_dim, "bfloat16"
-    keys = [Key("reduce", scheme, size, *shape) for size in ranks for scheme in schemes]
-    rows: list[dict[str, Any]] = [
-        {
-            "ranks": key.ranks,
-            "scheme": key.scheme,
-            "depth: here": blocks[0]["depth"],
-            "rounds: here": blocks[0]["rounds"],
-            "steps: model": laws.reduction_steps(key.ranks, key.ranks),
-            "µs: here": 1000 * median(blocks, "time_us"),
-        }
-        for key, blocks in run(comm, keys, effort).items()
-    ]
-    return [Table(f"run here: the reduction alone, {heads} x {head_dim}", rows)] if rows else []
