@@ -8,7 +8,7 @@ each family, for a machine that is taken back.
 
 Times are of a whole step (attention, merge of the splits, finish), one query of bfloat16 over a cold L2
 unless a shape says more, against torch's SDPA where torch is, and against a copy: percent of copy rate as in
-treeattn.study.roofline.cuda. The first lap behind the copy is thrown away: the copy's write-back is in it.
+treeattn.study.roofline.laps. The first lap behind the copy is thrown away: the copy's write-back is in it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from treeattn.attention.positions import Runs  # noqa: E402
 from treeattn.backends import cuda  # noqa: E402
 from treeattn.backends.cuda import cupy_runtime  # noqa: E402
 from treeattn.study import environment  # noqa: E402
-from treeattn.study.roofline import cuda as roofline  # noqa: E402
+from treeattn.study.roofline import laps as roofline  # noqa: E402
 
 CACHE = "tests/data/smollm2_layer17_4096"
 # Without the settings of setup.cfg, which ask for plugins and take a warning of CuPy for an error.

@@ -113,8 +113,6 @@ BAD = {
         --dtypes int8                                       | choose from float32, bfloat16, float16
         --groups 0                                          | 0 is too small
         --threads 99999999999                               | 256 are the most of one process
-        --device abacus                                     | is not one of 'cpu', 'cuda'
-        --device cuda --threads 2                           | --threads is about the CPU
     """,
     "schedule": """
         chain                                               | --ranks N: over how many ranks

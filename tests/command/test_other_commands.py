@@ -11,7 +11,6 @@ import click
 import pytest
 
 from treeattn import cli, collectives, report, schemes
-from treeattn.backends.cuda import cupy_runtime
 from treeattn.cli import doctor, probe
 from treeattn.errors import BackendError
 from treeattn.mpi import library
@@ -90,9 +89,6 @@ def test_roofline_reports_what_programs_read(tmp_path):
     words = ("roofline", "--tokens", "1k", "--groups", 2, "--dtypes", "float16", "--repeat", 1, "--json")
     beside = treeattn(*words, tmp_path / "r.json", ranks=2, code=2)
     assert "start it without mpiexec" in beside.stderr
-    if problem := cupy_runtime.problem():
-        done = in_process(*words, tmp_path / "r.json", "--device", "cuda", code=2)
-        assert done.stderr == f"treeattn: {problem}\n"
     assert not list(tmp_path.iterdir())
     in_process(*words, tmp_path / "r.json")
     measured = json.loads((tmp_path / "r.json").read_text())

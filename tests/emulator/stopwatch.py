@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,19 +9,17 @@ import numpy as np
 
 from .runtime import EmulatorRuntime
 
-__all__ = ["COPIED_PER_SECOND", "SECONDS_PER_LAUNCH", "EmulatorStopwatch", "RecordingRuntime"]
+__all__ = ["COPIED_PER_SECOND", "SECONDS_PER_LAUNCH", "EmulatorStopwatch", "TimedRuntime"]
 
 COPIED_PER_SECOND = 1e12  # bytes, each once
 SECONDS_PER_LAUNCH = 5e-6
 
 
-class RecordingRuntime(EmulatorRuntime):
-    """Has a clock, and remembers where the keys of each attention launch lay. What is recorded counts when
-    it is launched."""
+class TimedRuntime(EmulatorRuntime):
+    """Has a clock. What is recorded counts when it is launched."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.keys: list[int] = []
         self.seconds = 0.0
 
     def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
@@ -30,9 +27,6 @@ class RecordingRuntime(EmulatorRuntime):
         kernel = super().kernel(module, expression, shared_bytes)
 
         def launch(grid: Any, block: Any, arguments: Any, **options: Any) -> None:
-            structure = arguments[0].base  # of which a launch is given the bytes
-            if structure is not None and "k" in (structure.dtype.names or ()):
-                self.queue(functools.partial(self.keys.append, int(structure["k"][0][0])))
             kernel(grid, block, arguments, **options)
             self._take(SECONDS_PER_LAUNCH)
 
@@ -54,7 +48,7 @@ class EmulatorStopwatch:
     """A device with a small L2 cache, on which a launch takes 5 microseconds and a copy 1e12 bytes/s."""
 
     def __init__(self, l2_bytes: int) -> None:
-        self.runtime = RecordingRuntime()
+        self.runtime = TimedRuntime()
         self.l2_bytes = l2_bytes
 
     def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
 import gpu
+import numpy as np
 import pytest
+
+from treeattn.study.roofline import laps
 
 from .raw_module import compiler_problem
 from .stopwatch import SECONDS_PER_LAUNCH, EmulatorStopwatch
@@ -33,6 +37,23 @@ def test_every_kind_of_shape_is_timed(shape: gpu.Shape) -> None:
     assert 2 <= microseconds <= 3
     assert row["percent_of_copy_rate"] > 0
     assert row["torch"] is not None or row["torch_microseconds"] > 0
+
+
+@pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
+def test_a_lap_computes_attention_over_caches_of_their_own() -> None:
+    """What is timed gives the records of the same call outside; between two uses of the same keys more than
+    twice the L2 cache is read."""
+    stopwatch = EmulatorStopwatch(20_000)
+    step = gpu.Step(stopwatch, SHAPES[0])
+    assert (len(step.caches) - 1) * step.bytes >= 2 * stopwatch.l2_bytes
+    assert not any(np.shares_memory(a[0], b[0]) for a, b in itertools.combinations(step.caches, 2))
+    step(*step.caches[0])
+    first = step.out.copy()
+    lap = laps.captured(stopwatch.runtime, [lambda: step(*step.caches[0])])
+    step.out[:] = 77
+    lap()
+    assert (step.out == first).all()
+    assert first.any()
 
 
 @pytest.mark.parametrize(

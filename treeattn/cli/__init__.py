@@ -40,8 +40,7 @@ _COMMANDS = {
     "decode": "Decode the query of INPUT over its KV cache, every rank holding a shard of the tokens.",
     "doctor": "Say what treeattn finds on this machine, and how to mend what is missing.",
     "generate": "Continue a prompt: text on stdout as it comes, what was measured on stderr.",
-    "paper": "Print the paper's experiments: ours, the paper's number and the model side by side "
-    "(default: all).",
+    "paper": "Print the paper's experiments, its numbers and the model side by side (default: all).",
     "plot": "Draw results of `treeattn compare --out`: time over size, relative to a baseline, scaling "
     "with ranks, predicted against measured. Needs no MPI; pip install '.[study]'.",
     "report": "Write results of `treeattn compare --out` as one HTML file that needs no network and no MPI.",

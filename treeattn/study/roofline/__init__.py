@@ -1,1 +1,1 @@
-"""How near the kernels come to bare reading, on the processor and on a GPU."""
+"""How near the kernels come to bare reading."""

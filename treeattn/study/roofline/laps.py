@@ -1,0 +1,72 @@
+"""Laps on a GPU for benchmarks/gpu.py, which times attention in turn with a device-to-device copy.
+
+A copy of n bytes moves 2n: n are read and n are written. Percent of copy rate is the bytes of the cache that
+attention reads per second, against 2n over the time of the copy.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import ml_dtypes
+import numpy as np
+
+from treeattn.backends import cuda
+from treeattn.collectives.runtime.cuda_graph import CudaGraph
+
+if TYPE_CHECKING:
+    from treeattn.backends.cuda.cupy_stopwatch import CupyStopwatch
+
+
+def captured(runtime: cuda.Runtime, calls: Sequence[Callable[[], object]]) -> CudaGraph:
+    """All calls as one graph, after they ran once: that compiles and allocates."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    lap = CudaGraph(runtime, run)
+    lap()
+    lap.record()
+    return lap
+
+
+def median_laps(
+    stopwatch: CupyStopwatch, runs: Sequence[Callable[[], object]], lead: Callable[[], object], repeats: int
+) -> list[float]:
+    """Median seconds of each of `runs`, run in turn; `lead` goes first each time and is not timed."""
+    laps = [stopwatch.laps([lead, *runs])[1:] for _ in range(repeats)]
+    return [statistics.median(times) for times in zip(*laps, strict=True)]
+
+
+def copy_lap(stopwatch: CupyStopwatch) -> tuple[Callable[[], object], int]:
+    """A copy on the device of eight times its L2 cache, and how many bytes it moves: read and written."""
+    runtime, size = stopwatch.runtime, 8 * stopwatch.l2_bytes
+    into, source = (runtime.empty((size,), np.uint8) for _ in range(2))
+    block = _upload(runtime, np.random.default_rng(0).integers(0, 256, min(size, 1 << 20), np.uint8))
+    _fill(runtime, source, block)
+    return functools.partial(runtime.copy, into, source), 2 * size
+
+
+def _fill(runtime: cuda.Runtime, array: Any, block: Any) -> None:
+    """Copies of `block` one behind the other along the first axis."""
+    for begin in range(0, len(array), len(block)):
+        part = array[begin : begin + len(block)]
+        runtime.copy(part, block[: len(part)])
+
+
+def upload_random(runtime: cuda.Runtime, shape: tuple[int, ...], element: Any, seed: int = 0) -> Any:
+    """Random numbers on the device; of type uint16 the bits of bfloat16."""
+    numbers = np.random.default_rng(seed).standard_normal(shape)
+    if element == np.uint16:
+        return _upload(runtime, numbers.astype(ml_dtypes.bfloat16).view(np.uint16))
+    return _upload(runtime, numbers.astype(element))
+
+
+def _upload(runtime: cuda.Runtime, array: Any) -> Any:
+    moved = runtime.empty(array.shape, array.dtype)
+    runtime.upload(moved, array)
+    return moved
