@@ -11,7 +11,7 @@ if __name__ != "treeattn.collectives":
     raise ImportError(f"this package is imported as treeattn.collectives, not as {__name__}")
 
 from treeattn.collectives.catalog import build, names, needs_nodes
-from treeattn.collectives.check import Certificate, Fold, Proof, check, prove
+from treeattn.collectives.check import Certificate, FoldOrder, Proof, check, prove
 from treeattn.collectives.combinators import (
     on_chunks,
     on_ranks,
@@ -25,7 +25,7 @@ from treeattn.collectives.schedule import Schedule, Transfer
 
 __all__ = [
     "Certificate",
-    "Fold",
+    "FoldOrder",
     "Proof",
     "Schedule",
     "Transfer",

@@ -46,7 +46,7 @@ class Certificate:
     bits: str = "of the schedule"  # whose function the bits are; the operator may have them "of the tokens"
 
 
-class Fold(NamedTuple):
+class FoldOrder(NamedTuple):
     """One merge of `chunks` at a receiver: what the ranks in `sources` held, folded in this order.
 
     The receiver is one of the sources and stands for its own value.
@@ -57,7 +57,7 @@ class Fold(NamedTuple):
 
 
 # Per round: receiver -> its folds, ascending by chunk.
-FoldOrders = tuple[dict[int, tuple[Fold, ...]], ...]
+FoldOrders = tuple[dict[int, tuple[FoldOrder, ...]], ...]
 
 
 class Proof(NamedTuple):
@@ -118,16 +118,16 @@ class _Prover:
 
     # One round
 
-    def _apply(self, number: int, round_: Round) -> dict[int, tuple[Fold, ...]]:
+    def _apply(self, number: int, round_: Round) -> dict[int, tuple[FoldOrder, ...]]:
         incoming: dict[int, list[Transfer]] = {}
         for transfer in round_:
             self._check_transfer(number, transfer)
             incoming.setdefault(transfer.dst, []).append(transfer)
         # Every transfer reads the state before the round: nothing is written until all is read.
         written: list[tuple[int, list[list[Piece]]]] = []
-        folds: dict[int, tuple[Fold, ...]] = {}
+        folds: dict[int, tuple[FoldOrder, ...]] = {}
         for rank, transfers in incoming.items():
-            done: list[Fold] = []
+            done: list[FoldOrder] = []
             written.append((rank, self._receive(number, rank, transfers, done)))
             if done:
                 folds[rank] = tuple(_joined(done, {t.chunks.start for t in transfers}))
@@ -137,7 +137,7 @@ class _Prover:
         return folds
 
     def _receive(
-        self, number: int, rank: int, transfers: list[Transfer], done: list[Fold]
+        self, number: int, rank: int, transfers: list[Transfer], done: list[FoldOrder]
     ) -> list[list[Piece]]:
         """What `rank` holds after the round, one list per range of chunks; its folds go to `done`."""
         alone = self._receive_alone(transfers[0], done) if len(transfers) == 1 else None
@@ -145,7 +145,7 @@ class _Prover:
             return [alone]
         return [self._receive_part(number, rank, *part, done) for part in _parts(transfers)]
 
-    def _receive_alone(self, transfer: Transfer, done: list[Fold]) -> list[Piece] | None:
+    def _receive_alone(self, transfer: Transfer, done: list[FoldOrder]) -> list[Piece] | None:
         """One transfer of uniform value: the commonest case, done fast. None if it is another case."""
         src, dst, chunks, merge = transfer
         theirs = self.held[src].read(chunks.start, chunks.stop)
@@ -158,11 +158,13 @@ class _Prover:
         expressions = self.expressions
         if expressions.mask[a] & expressions.mask[b]:
             return None
-        done.append(Fold(chunks, (dst, src) if expressions.lowest[a] < expressions.lowest[b] else (src, dst)))
+        done.append(
+            FoldOrder(chunks, (dst, src) if expressions.lowest[a] < expressions.lowest[b] else (src, dst))
+        )
         return self._named(chunks.start, chunks.stop, expressions.pair(a, b))
 
     def _receive_part(
-        self, number: int, rank: int, first: int, end: int, transfers: list[Transfer], done: list[Fold]
+        self, number: int, rank: int, first: int, end: int, transfers: list[Transfer], done: list[FoldOrder]
     ) -> list[Piece]:
         """The new pieces of chunks first .. end - 1 at `rank`, all of them touched by all `transfers`."""
         if not all(t.merge for t in transfers):
@@ -176,7 +178,7 @@ class _Prover:
         for start, stop, values in aligned(columns):
             self._check_once(number, start, transfers, values)
             order = sorted(range(len(values)), key=lambda i: lowest[values[i]])
-            done.append(Fold(range(start, stop), tuple(sources[i] for i in order)))
+            done.append(FoldOrder(range(start, stop), tuple(sources[i] for i in order)))
             pieces += self._named(
                 start, stop, self.expressions.fold([values[i] for i in order], rank, number)
             )
@@ -314,14 +316,14 @@ def _parts(transfers: list[Transfer]) -> Iterator[tuple[int, int, list[Transfer]
             yield first, end, touching
 
 
-def _joined(folds: list[Fold], starts: set[int]) -> Iterator[Fold]:
+def _joined(folds: list[FoldOrder], starts: set[int]) -> Iterator[FoldOrder]:
     """Neighbouring folds of the same sources in the same order are one fold, unless a message starts there:
     executors look for a fold's chunks in one message of each source."""
     last = folds[0]
     for fold in folds[1:]:
         meets = fold.chunks.start == last.chunks.stop and fold.chunks.start not in starts
         if meets and fold.sources == last.sources:
-            last = Fold(range(last.chunks.start, fold.chunks.stop), last.sources)
+            last = FoldOrder(range(last.chunks.start, fold.chunks.stop), last.sources)
         else:
             yield last
             last = fold

@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
-from treeattn.collectives.check import Fold as FoldOrder
-from treeattn.collectives.check import Proof
+from treeattn.collectives.check import FoldOrder, Proof
 from treeattn.collectives.schedule import Round, Schedule, Transfer
 
 #: Buffers other than the slots of ranks, which go by the number of their rank.
@@ -194,7 +193,7 @@ def plan(
     return Program(rank, tuple(instructions), len(schedule.rounds), slots, planner.landing)
 
 
-class _Run(NamedTuple):
+class _SlotRun(NamedTuple):
     """Records first .. stop - 1, which leave a rank in one round, in its slots from `at` on."""
 
     first: int
@@ -204,7 +203,7 @@ class _Run(NamedTuple):
 
 #: (sender, chunks) -> where that message arrives; rank -> what its slots hold: both of one round.
 _Landed: TypeAlias = dict[tuple[int, range], Region]
-_Slots: TypeAlias = dict[int, list[_Run]]
+_Slots: TypeAlias = dict[int, list[_SlotRun]]
 
 
 class _Planner:
@@ -314,15 +313,15 @@ class _Planner:
         return Region(region.buffer, region.first + own.first - self._own(carried).first, own.records)
 
 
-def _runs(regions: list[Region], at: int) -> list[_Run]:
+def _runs(regions: list[Region], at: int) -> list[_SlotRun]:
     """Regions, ascending, as runs without gaps that lie one behind the other from `at` on."""
-    runs: list[_Run] = []
+    runs: list[_SlotRun] = []
     for _, first, records in regions:
         if runs and first <= runs[-1].stop:
             runs[-1] = runs[-1]._replace(stop=max(runs[-1].stop, first + records))
         else:
             at += runs[-1].stop - runs[-1].first if runs else 0
-            runs.append(_Run(first, first + records, at))
+            runs.append(_SlotRun(first, first + records, at))
     return runs
 
 

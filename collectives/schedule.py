@@ -53,7 +53,7 @@ class Transfer(NamedTuple):
         return f"{self.src}{'->' if self.merge else '=>'}{self.dst}"
 
 
-class Message(NamedTuple):
+class Transmission(NamedTuple):
     """In `round`, counted from 0, rank `src` sends `records` records to `dst`, which merges or keeps them."""
 
     round: int
@@ -137,7 +137,7 @@ class Schedule:
         """The records of `chunks` when there are `records` in all; it may be empty."""
         return slice(chunks.start * records // self.chunks, chunks.stop * records // self.chunks)
 
-    def traffic(self, records: int, granularity: int = 1) -> Iterator[Message]:
+    def traffic(self, records: int, granularity: int = 1) -> Iterator[Transmission]:
         """All messages of one step over `records` records, never cut within runs of `granularity`, in order.
 
         Executors send no chunk without records. Whoever counts, predicts or exports messages asks here; a
@@ -147,7 +147,7 @@ class Schedule:
             for t in round_:
                 part = self.chunk_slice(t.chunks, records // granularity)
                 if part.stop > part.start:
-                    yield Message(number, t.src, t.dst, (part.stop - part.start) * granularity, t.merge)
+                    yield Transmission(number, t.src, t.dst, (part.stop - part.start) * granularity, t.merge)
 
     def to_json(self) -> str:
         """One line of JSON; `from_json` gives an equal schedule back."""

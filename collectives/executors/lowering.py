@@ -30,7 +30,7 @@ from treeattn.collectives.program import (
     in_place,
     plan,
 )
-from treeattn.collectives.runtime.memory import Array, Message, Requests
+from treeattn.collectives.runtime.memory import Array, PeerArray, Requests
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ScheduleError
@@ -118,7 +118,7 @@ class Regions:
         """The records of a region."""
         return self._buffers[region.buffer][region.first : region.stop]
 
-    def messages(self, instructions: Sequence[Instruction]) -> tuple[list[Message], list[Message]]:
+    def messages(self, instructions: Sequence[Instruction]) -> tuple[list[PeerArray], list[PeerArray]]:
         """The messages of a round as (array, peer): what arrives, and what leaves."""
         arriving = [(self.array(i.into), i.peer) for i in instructions if isinstance(i, Recv)]
         return arriving, [(self.array(i.source), i.peer) for i in instructions if isinstance(i, Send)]
@@ -128,7 +128,7 @@ class Messages(Protocol):
     """The messages of a program, planned round by round. Python runs `start`, `test` and `wait` for each of
     them, or compiled code calls what `fields` name."""
 
-    def add(self, number: int, receives: Iterable[Message], sends: Iterable[Message]) -> object:
+    def add(self, number: int, receives: Iterable[PeerArray], sends: Iterable[PeerArray]) -> object:
         """Plan the messages (array, peer) of a round."""
 
     def start(self, number: int) -> None:

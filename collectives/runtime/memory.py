@@ -11,7 +11,7 @@ import numpy as np
 #: An array of NumPy, or one of a GPU that behaves as NumPy's do.
 Array: TypeAlias = np.ndarray[tuple[int, ...], np.dtype[Any]]
 #: An array that travels, and the rank that it goes to or comes from.
-Message: TypeAlias = tuple[Array, int]
+PeerArray: TypeAlias = tuple[Array, int]
 
 
 class Requests(NamedTuple):

@@ -24,7 +24,7 @@ from mpi4py import MPI
 from treeattn.collectives.program import Program, messages
 from treeattn.collectives.runtime import communicator, watchdog
 from treeattn.collectives.runtime.communicator import Member
-from treeattn.collectives.runtime.memory import Array, Message, Requests
+from treeattn.collectives.runtime.memory import Array, PeerArray, Requests
 from treeattn.collectives.runtime.reducer import owner_of_communicator
 from treeattn.errors import BackendError, PeerError
 
@@ -215,7 +215,9 @@ class PersistentRequests:
         self._requests.append(self.comm.Send_init(array, peer, tag))
         return self._requests[-1]
 
-    def add(self, number: int, receives: Iterable[Message], sends: Iterable[Message]) -> list[MPI.Prequest]:
+    def add(
+        self, number: int, receives: Iterable[PeerArray], sends: Iterable[PeerArray]
+    ) -> list[MPI.Prequest]:
         """Plan the messages (array, peer) of a round. Its number is their tag: a fast neighbour may be
         ahead."""
         self._rounds[number] = [self.receive(array, peer, number) for array, peer in receives]

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from treeattn.collectives.runtime import watchdog
-from treeattn.collectives.runtime.memory import Array, Message, Stream
+from treeattn.collectives.runtime.memory import Array, PeerArray, Stream
 from treeattn.errors import PeerError, TransportError
 
 if TYPE_CHECKING:
@@ -154,7 +154,9 @@ class NcclCommunicator:
 connect = NcclCommunicator
 
 
-def exchange(communicator: NcclCommunicator, receives: Iterable[Message], sends: Iterable[Message]) -> None:
+def exchange(
+    communicator: NcclCommunicator, receives: Iterable[PeerArray], sends: Iterable[PeerArray]
+) -> None:
     """Queue messages of (array, peer) as one group: they all travel at once."""
     communicator.group_start()
     for array, peer in receives:

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from treeattn.collectives.program import Program
 from treeattn.collectives.runtime import communicator, watchdog
 from treeattn.collectives.runtime.communicator import Member
-from treeattn.collectives.runtime.memory import Array, Message, Requests
+from treeattn.collectives.runtime.memory import Array, PeerArray, Requests
 from treeattn.collectives.runtime.process import kernel, namespace
 from treeattn.collectives.runtime.reducer import owner_of_communicator
 from treeattn.errors import PeerError, StateError
@@ -227,7 +227,7 @@ class TorchMessages:
         self._may_wait = True
         self._error: BaseException | None = None
 
-    def add(self, number: int, receives: Iterable[Message], sends: Iterable[Message]) -> None:
+    def add(self, number: int, receives: Iterable[PeerArray], sends: Iterable[PeerArray]) -> None:
         given = [(dist.irecv, *one) for one in receives] + [(dist.isend, *one) for one in sends]
         if given:
             self._operations[number] = [self._planned(*one) for one in given]

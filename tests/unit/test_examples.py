@@ -11,7 +11,7 @@ from treeattn.collectives.clusters.description import load
 from treeattn.collectives.clusters.simulate import simulate
 
 #: What functions return: nobody makes one.
-RESULTS = {"Accepted", "Certificate", "Fold", "Packed", "Proof"}
+RESULTS = {"Accepted", "Certificate", "FoldOrder", "Packed", "Proof"}
 PUBLIC = [
     getattr(package, name)
     for package in (treeattn, collectives, token_tree, energy)

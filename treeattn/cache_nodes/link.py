@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from treeattn.cache_nodes.message import Call, Message, encode
+from treeattn.cache_nodes.message import Call, NodeMessage, encode
 from treeattn.cache_nodes.tree import meet
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.reducer import Owner
@@ -43,7 +43,7 @@ class NodeLink:
         self.check_open()
         self.send(Call(name, arguments))
 
-    def send(self, message: Message) -> None:
+    def send(self, message: NodeMessage) -> None:
         """Down the tree. Raises `ArgumentError` for what no message can have, before anything is sent."""
         encoded = encode(message)
         self.tree.sent()

@@ -10,10 +10,10 @@ import numpy as np
 from treeattn.errors import ArgumentError, TransportError
 from treeattn.partial import Array
 
-__all__ = ["Call", "Message", "Step", "array_of", "bytes_of", "decode", "encode"]
+__all__ = ["Call", "LayerStep", "NodeMessage", "array_of", "bytes_of", "decode", "encode"]
 
 
-class Step(msgspec.Struct, tag=1, array_like=True, frozen=True):
+class LayerStep(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """cache, layer: whose step it is. view: how it attends, a number of `RemoteCache`; None: not at all.
     tokens: new ones of each sequence. counts, begins: of each sequence, where they are not all alike. arrays:
     the bytes of q, unless it does not attend, and of new k and v."""
@@ -34,11 +34,11 @@ class Call(msgspec.Struct, tag=2, array_like=True, frozen=True):
     arguments: dict[str, Any]
 
 
-Message: TypeAlias = Step | Call
-_decoder = msgspec.msgpack.Decoder(Message)
+NodeMessage: TypeAlias = LayerStep | Call
+_decoder = msgspec.msgpack.Decoder(NodeMessage)
 
 
-def encode(message: Message) -> bytes:
+def encode(message: NodeMessage) -> bytes:
     """Raises `ArgumentError` for arguments that no message can have."""
     try:
         return msgspec.msgpack.encode(message, enc_hook=_plain)
@@ -46,10 +46,10 @@ def encode(message: Message) -> bytes:
         raise ArgumentError(f"this cannot be said to cache nodes: {error}") from None
 
 
-def decode(given: bytearray) -> Message:
+def decode(given: bytearray) -> NodeMessage:
     """The arrays of a step stay in `given`. Raises `TransportError` for what is no message."""
     try:
-        message: Message = _decoder.decode(given)
+        message: NodeMessage = _decoder.decode(given)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TransportError(f"a message to cache nodes is damaged or not whole: {error}") from None
     return message

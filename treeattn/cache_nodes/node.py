@@ -11,7 +11,7 @@ import numpy as np
 from treeattn.attention.arguments import Rules
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES
 from treeattn.cache import ShardedCache, saved
-from treeattn.cache_nodes.message import Step, array_of, decode
+from treeattn.cache_nodes.message import LayerStep, array_of, decode
 from treeattn.cache_nodes.tree import meet
 from treeattn.cache_nodes.view import CachePlan, View, ViewAttention
 from treeattn.errors import ArgumentError, TransportError, TreeattnError
@@ -50,7 +50,7 @@ def serve(comm: Intracomm | None = None) -> Node:
 _CALLS = ("plan_cache", "load", "save", "plan_view", "rollback", "select", "drop", "close")
 
 
-class _Held:
+class NodeCache:
     """A cache of this node, and how its steps attend."""
 
     def __init__(self, plan: CachePlan, cache: ShardedCache | None) -> None:
@@ -74,13 +74,13 @@ class Node:
         scheme, self.command = exchange(comm, "connect and serve", None, job.commanded())[0]
         self.tree = meet(comm, scheme)
         self._nodes = cast("Intracomm", comm.Split(1, comm.rank))
-        self.caches: list[_Held] = []
+        self.caches: list[NodeCache] = []
         self.serves, self.steps = True, 0
 
     def take(self) -> None:
         """Do what the next message says."""
         message = decode(self.tree.receive())
-        if isinstance(message, Step):
+        if isinstance(message, LayerStep):
             self._step(message)
             return
         if message.name not in _CALLS:
@@ -90,7 +90,7 @@ class Node:
         with contextlib.suppress(TreeattnError):  # all ranks raised it: the model process knows
             getattr(self, f"_{message.name}")(**message.arguments)
 
-    def _step(self, step: Step) -> None:
+    def _step(self, step: LayerStep) -> None:
         held = self.caches[step.cache]
         layer, plan, self.steps = held.layers[step.layer], held.plan, self.steps + 1
         if step.view is None:
@@ -112,12 +112,12 @@ class Node:
         def make() -> ShardedCache:
             return ShardedCache(self._nodes, batch=batch, capacity=capacity, **plan)
 
-        self.caches.append(_Held(CachePlan(**plan), collectively(self._comm, make)))
+        self.caches.append(NodeCache(CachePlan(**plan), collectively(self._comm, make)))
 
     def _load(self, directory: str, capacity: int | None) -> None:
         plan = CachePlan.of(saved.agree(self._comm, Path(directory)))
         cache = collectively(self._comm, lambda: ShardedCache.load(directory, self._nodes, capacity=capacity))
-        self.caches.append(_Held(plan, cache))
+        self.caches.append(NodeCache(plan, cache))
 
     def _save(self, cache: int, directory: str, about: dict[str, Any]) -> None:
         held = self.caches[cache].cache
@@ -140,7 +140,7 @@ class Node:
     def _drop(self, cache: int) -> None:
         held = self.caches[cache]
         held.close()
-        self.caches[cache] = _Held(held.plan, None)
+        self.caches[cache] = NodeCache(held.plan, None)
 
     def _close(self) -> None:
         for held in self.caches:
@@ -150,7 +150,7 @@ class Node:
         self.serves = False
 
 
-def _append(layer: CacheLayer, plan: CachePlan, step: Step, arrays: list[memoryview]) -> None:
+def _append(layer: CacheLayer, plan: CachePlan, step: LayerStep, arrays: list[memoryview]) -> None:
     """The new tokens of a step, if it brings any."""
     if arrays:
         dtype, rows = CACHE_DTYPES[plan.dtype], (len(layer.totals), step.tokens, plan.kv_heads)

@@ -20,7 +20,7 @@ from treeattn.attention.shape import CACHE_DTYPES, bits_of, check_latent
 from treeattn.cache.placement import whole_numbers
 from treeattn.cache.saved import as_json
 from treeattn.cache_nodes.link import NodeLink
-from treeattn.cache_nodes.message import Step, bytes_of
+from treeattn.cache_nodes.message import LayerStep, bytes_of
 from treeattn.cache_nodes.view import CachePlan, View, ViewAttention
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
@@ -230,7 +230,7 @@ class RemoteCache:
     ) -> None:
         some, first = (None if one is None else one.tolist() for one in (counts, begins))
         given_bytes = list(map(bytes_of, given))
-        self._link.send(Step(self._number, layer, view, tokens, some, first, given_bytes))
+        self._link.send(LayerStep(self._number, layer, view, tokens, some, first, given_bytes))
 
     def rollback(self, totals: ArrayLike) -> None:
         """Forget the tokens from `totals` [batch] on, in all layers. Raises `ArgumentError` for more than

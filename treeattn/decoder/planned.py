@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 #: One step: the plan that it follows, (q, k, v, lengths), and a block table. A plain tuple, since every step
 #: in parts makes one.
-_Step: TypeAlias = tuple[Plan, tuple[Any, Any, Any, ArrayLike | None], BlockTable | None]
+StepArguments: TypeAlias = tuple[Plan, tuple[Any, Any, Any, ArrayLike | None], BlockTable | None]
 
 
 class MaskArguments(TypedDict, total=False):
@@ -167,7 +167,7 @@ class PlannedDecode:
         q_positions: ArrayLike | None = None,
         begins: ArrayLike | None = None,
         mask: Array | None = None,
-    ) -> _Step:
+    ) -> StepArguments:
         """A step over these arrays, with the tables of what queries see filled. Raises `ArgumentError`."""
         k, v, lengths, table, seen = self._unpack(k, v, lengths)
         q, k, v = self._containers.take(q, k, v)
@@ -221,7 +221,7 @@ class PlannedDecode:
         self._masked.fill_tables(tokens, lengths, **seen)
         return self._masked
 
-    def _in_parts(self, step: _Step) -> tuple[Array, Array]:
+    def _in_parts(self, step: StepArguments) -> tuple[Array, Array]:
         self._attend(step)
         if self.plan.reduce_and_finish is not None:
             self.plan.reduce_and_finish()
@@ -230,7 +230,7 @@ class PlannedDecode:
             self.plan.finish()
         return self._results_in_kind()
 
-    def _attend(self, step: _Step) -> None:
+    def _attend(self, step: StepArguments) -> None:
         self._in_order()
         plan, (q, k, v, lengths), table = step
         plan.attend(q, k, v, *self._device.check(self.shape, q, k, v, lengths, table, plan.tables))

@@ -20,7 +20,7 @@ _LOG = {"e": 1.0, "2": math.log(2)}  # natural logarithms of the bases
 _TOLERANCES = {"float64": 1e-9, "float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
-class Finding(NamedTuple):
+class Suspect(NamedTuple):
     """One thing that is wrong with these ranks, or (fault=False) that is worth knowing."""
 
     kind: str
@@ -38,7 +38,7 @@ class _Part(NamedTuple):
 
 def check_partials(
     parts: Sequence[Mapping[str, Any]], whole: Mapping[str, Any] | None = None, *, base: str | int = "e"
-) -> list[Finding]:
+) -> list[Suspect]:
     """What is wrong with the partial results of ranks 0, 1, ..; an empty list if nothing is.
 
     parts: of each rank ``out`` [.., head_dim] and ``lse`` [..] (its last two axes in any order), host arrays
@@ -94,7 +94,7 @@ def _merged(parts: Sequence[_Part]) -> _Part:
         return _Part(mean, np.where(total == 0, -np.inf, high + np.log(total)))
 
 
-def _unwell(rank: int, parts: list[_Part], near: float, base: str) -> Iterator[Finding]:
+def _unwell(rank: int, parts: list[_Part], near: float, base: str) -> Iterator[Suspect]:
     """What a part shows by itself."""
     out, lse = parts[rank]
     seen, zero = np.isfinite(lse), (out == 0).all(axis=-1)
@@ -108,20 +108,20 @@ def _unwell(rank: int, parts: list[_Part], near: float, base: str) -> Iterator[F
     ):
         if mark.any():
             where = f"{mark.sum()} of {mark.size} heads, first {mark.argmax()}"
-            yield Finding(kind, (rank,), f"rank {rank}: {what}; in {where}", fault)
+            yield Suspect(kind, (rank,), f"rank {rank}: {what}; in {where}", fault)
     if len(values := np.unique(lse[seen & ~zero])) == 1 and (values[0] == 0 or lse.size > 1):
         text = f"rank {rank}: lse is exactly {values[0] / _LOG[base]:.4g} in all heads: was it written?"
-        yield Finding("constant", (rank,), text, fault=not values[0])
+        yield Suspect("constant", (rank,), text, fault=not values[0])
     for before, (its_out, its_lse) in enumerate(parts[:rank]):  # the same results are of the same tokens
         if out.any() and _off(lse, its_lse) <= 1e-4 and _off(out, its_out) <= near * _largest(out):
-            yield Finding("counted twice", (before, rank), f"ranks {before} and {rank} hold the same part")
+            yield Suspect("counted twice", (before, rank), f"ranks {before} and {rank} hold the same part")
 
 
 def _off(one: Array, other: Array) -> float:
     return float(difference(one, other).max(initial=0.0))
 
 
-def _explained(parts: list[_Part], whole: _Part, near: float, base: str, has_lse: bool) -> Iterator[Finding]:
+def _explained(parts: list[_Part], whole: _Part, near: float, base: str, has_lse: bool) -> Iterator[Suspect]:
     """Which single mistake makes the out, and which the lse, where the right merge does not."""
     other, right = "2" if base == "e" else "e", _merged(parts)
     ratio = _LOG[other] / _LOG[base]
@@ -149,14 +149,14 @@ def _explained(parts: list[_Part], whole: _Part, near: float, base: str, has_lse
             return
 
 
-def _told(name: str, fits: list[Any], off: float, written: str) -> Iterator[Finding]:
+def _told(name: str, fits: list[Any], off: float, written: str) -> Iterator[Suspect]:
     """Where mistakes of several ranks would make it, none is blamed."""
     if not fits:
-        yield Finding("unexplained", (), f"no mistake tried makes the {name} of the whole, off by {off:.2g}")
+        yield Suspect("unexplained", (), f"no mistake tried makes the {name} of the whole, off by {off:.2g}")
     elif fits[0][1] or written:
         what = " or ".join(one[2] for one in fits[:3])
         ranks = set.intersection(*(set(one[1]) for one in fits))
-        yield Finding(fits[0][0], tuple(sorted(ranks)), f"{what}{written} makes the {name} of the whole")
+        yield Suspect(fits[0][0], tuple(sorted(ranks)), f"{what}{written} makes the {name} of the whole")
 
 
 def _largest(values: Array) -> float:

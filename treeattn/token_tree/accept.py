@@ -27,7 +27,7 @@ from treeattn.token_tree.tree import Integers, TokenTree, integers
 Probabilities = NDArray[np.float64]
 
 #: Of a row and a node (-1: the context): the child to go to, if any, and the token after the node.
-Step = Callable[[int, int], tuple[list[int], int]]
+NextNode = Callable[[int, int], tuple[list[int], int]]
 
 
 class Accepted(NamedTuple):
@@ -179,7 +179,7 @@ def draw_token(p: Probabilities, generator: np.random.Generator) -> int:
     return int(np.searchsorted(reached, min(generator.random() * total, np.nextafter(total, 0)), "right"))
 
 
-def _walk(tree: TokenTree, from_context: bool, step: Step) -> Accepted:
+def _walk(tree: TokenTree, from_context: bool, step: NextNode) -> Accepted:
     """Go down every row's tree as `step` says: the slots that are kept, and the token after them."""
     paths, tokens = [], []
     for row in range(tree.batch):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from treeattn.cache_nodes.message import Call, Step, array_of, bytes_of, decode, encode
+from treeattn.cache_nodes.message import Call, LayerStep, array_of, bytes_of, decode, encode
 from treeattn.errors import TransportError
 
 Q = np.arange(6, dtype=np.float32).reshape(1, 2, 3)
-STEP = Step(0, 3, None, 2, [1], None, [bytes_of(Q)])
+STEP = LayerStep(0, 3, None, 2, [1], None, [bytes_of(Q)])
 
 
 def test_what_was_encoded_is_there():

@@ -14,7 +14,7 @@ from tests.support.drawn import examples
 from tests.support.refusals import refused
 from tests.support.schedules import accepted, different_brackets, drawn_schedules, mutated
 from treeattn.collectives import (
-    Fold,
+    FoldOrder,
     Schedule,
     Transfer,
     build,
@@ -219,8 +219,8 @@ def test_complete_values_are_told_apart_by_chunk_and_by_bracket():
 def test_folds_are_in_ascending_order_of_the_lowest_contributor():
     rounds = (Transfer(1, 3),), (Transfer(3, 2), Transfer(0, 2)), copies(2, 0), copies(2, 1, 3)
     folds = prove(Schedule("order", 4, 1, rounds)).folds
-    assert folds[0] == {3: (Fold(range(1), (1, 3)),)}
-    assert folds[1] == {2: (Fold(range(1), (0, 3, 2)),)}  # rank 3 holds 1 and 3 by then
+    assert folds[0] == {3: (FoldOrder(range(1), (1, 3)),)}
+    assert folds[1] == {2: (FoldOrder(range(1), (0, 3, 2)),)}  # rank 3 holds 1 and 3 by then
     assert folds[2] == folds[3] == {}
 
 

@@ -162,7 +162,7 @@ class Cpu(Device):
         return MergeOperator(v_dim, dtype)
 
 
-class _Step(ctypes.Structure):
+class _StepStruct(ctypes.Structure):
     """struct decode_step of kernels/cpu/decode_step.c."""
 
     _fields_ = (
@@ -185,7 +185,7 @@ class PlannedStep:
         finish = compiled.finish_bins if records.dtype == np.int64 else compiled.finish
         self._takes = attention.takes
         self._owned = attention, records, out, lse
-        self._struct = _Step(
+        self._struct = _StepStruct(
             *(attention.address, *native[:3], code_address(finish)),
             *(*map(address, (records, out, lse)), *records.shape),
         )
