@@ -9,7 +9,7 @@ package merges it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -19,10 +19,8 @@ from treeattn.attention import arrays
 from treeattn.attention.arrays import AnyArray, Pair
 from treeattn.attention.shape import DTYPES, dtype_word, query_dtype
 from treeattn.backends import device as devices
-from treeattn.backends.device import Device
-from treeattn.collectives.catalog import Selection
 from treeattn.collectives.runtime import watchdog
-from treeattn.collectives.runtime.communicator import Communicator, Given
+from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.runtime.memory import StreamOrder
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.collectives.schedule import Schedule
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _NATURAL_LOG = {"e": 1.0, 2: math.log(2)}  # of the bases that kernels write
+_ALL = "merge folds finished parts and gives every rank, or rank 0, all of the result"
 
 
 @telling_arguments
@@ -92,17 +91,15 @@ def merge(
     ((3, 8), [0.0, 0.0, 0.0])
     """
     comm = communicators.intracomm(comm)
-    with Agreement(comm, "merge") as agreed:
+    with Agreement(comm, "merge"):
         where = devices.find(arrays.device_of("out", out) if device is None else device)
-        step = where.view("out", out), where.view("lse", lse)
-        shape = step[0].shape
-        parts = Parts(shape[:-1], shape[-1] if shape else 0, query_dtype(step[0]))
-        parts.check(*step, where.lse_dtypes)
-        settings = Settings(parts, *_folding(scheme, comm, where.name), base, bool(strict), where)
-        merger = _PlannedMerge(comm, settings)
-        agreed.must_match = settings.compared
-    with merger.complete():
-        return arrays.give(merger(*step), out)
+        part = where.view("out", out), where.view("lse", lse)
+        *rows, head_dim = part[0].shape or (0,)
+        parts = Parts(tuple(rows), head_dim, query_dtype(part[0]))
+        parts.check(*part, where.lse_dtypes)
+    options: dict[str, Any] = {"scheme": scheme, "base": base, "strict": strict, "device": where.name}
+    with Merger(comm, **asdict(parts), **options) as merger:
+        return arrays.give(merger(*part), out)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,103 +141,7 @@ class Parts:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What a rank asks for. All of it must be the same on every rank."""
-
-    parts: Parts
-    how: Reduction
-    scheme: Selection
-    base: str | int
-    strict: bool
-    device: Device
-
-    @property
-    def compared(self) -> dict[str, object]:
-        """What ranks compare, by the names that an error gives it."""
-        return {
-            "the shape or dtype of out and lse": self.parts,
-            "scheme": self.scheme.text,
-            f"the schedule {self.scheme.text}": self.scheme.digest,
-            "base": self.base,
-            "strict": self.strict,
-            "device": self.device.name,
-            "transport": self.how.transport,
-            "executor": self.how.executor,
-            "output": self.how.output,
-        }
-
-
-class _PlannedMerge:
-    """Merges of what every rank asks for alike: its own part of the plan, which `complete` completes."""
-
-    def __init__(self, comm: Communicator, settings: Settings) -> None:
-        watchdog.limit()
-        self._comm, self._device, self._owner = comm, settings.device, Owner("this merger")
-        self.parts, self.scheme = settings.parts, settings.scheme.text
-        self._settings = settings
-        self._plan_memory(_natural_log(settings.base))
-        self._given_here = settings.how.output != "root" or comm.rank == 0
-        self._shown = self._results if self._given_here else cast(Pair, (None, None))
-        self.out, self.lse = self._shown
-
-    def complete(self) -> Self:
-        """Plan what reduces the records, once all ranks have agreed. Collective."""
-        device, how, scheme = self._device, self._settings.how, self._settings.scheme
-        operator = device.merge_operator(self.parts.head_dim, self.parts.record_dtype)
-        self._reducer = plan_reducer(self._comm, device, how, scheme, operator, self._records)
-        self.executor, self.fallback = self._reducer.executor, self._reducer.fallback
-        return self
-
-    def _plan_memory(self, natural_log: float) -> None:
-        """Records, results, and the steps between them; finish sees each part as a sequence of its own."""
-        shape, head_dim, dtype = self.parts.lse_shape, self.parts.head_dim, self.parts.record_dtype
-        empty, count = self._device.memory.empty, math.prod(shape)
-        self._records = empty((*shape, head_dim + partial.EXTRA), dtype)
-        self._results: tuple[Array, Array] = empty((*shape, head_dim), dtype), empty(shape, dtype)
-        out, lse = self._results
-        self._pack = self._device.pack(self._records, natural_log)
-        self._finish = self._device.finish(
-            self._records.reshape(count, 1, 1, head_dim + partial.EXTRA),
-            out.reshape(count, 1, 1, head_dim),
-            lse.reshape(count, 1, 1),
-        )
-        self._scale = None if natural_log == 1 else self._device.scale(lse, 1 / natural_log)
-        self._containers = arrays.Containers(self._device.view, self._results)
-        self._in_order = StreamOrder(self._device.stream)
-
-    def __call__(self, out: AnyArray, lse: AnyArray) -> tuple[Array, Array]:
-        """Merge once: (out, lse), valid until the next call. Every rank must call.
-
-        Raises `ArgumentError` for arrays that do not fit the plan, on one rank alone as a `Decoder` does;
-        for what `strict` refuses on every rank, which it asks first.
-        """
-        self._owner.take()
-        out, lse = self._containers.take(out, lse, names=("out", "lse"))
-        self.parts.check(out, lse, self._device.lse_dtypes)
-        if self._settings.strict:
-            collectively(self._comm, lambda: _check_marks(self._device.to_host(lse)))
-        self._in_order()
-        self._pack(out, lse)
-        self._reducer()
-        self._finish()
-        if self._scale is not None:
-            self._scale()
-        return self._containers.give() if self._given_here else self._shown
-
-    def close(self) -> None:
-        """Release communicator and requests. Collective."""
-        self._owner.check()
-        self._reducer.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._reducer.__exit__(*exception)
-
-
-class Merger(_PlannedMerge):
+class Merger:
     """A planned `merge`: everything that can be done once is done once. Creating it is collective.
 
     Parameters
@@ -282,13 +183,76 @@ class Merger(_PlannedMerge):
         strict: bool = False,
         device: str = "cpu",
     ) -> None:
-        comm = communicators.intracomm(comm)
-        with Agreement(comm, "Merger") as agreed:
-            where, parts = devices.find(device), Parts(tuple(lse_shape), head_dim, dtype)
-            settings = Settings(parts, *_folding(scheme, comm, where.name), base, bool(strict), where)
-            super().__init__(comm, settings)
-            agreed.must_match = settings.compared
-        self.complete()
+        self._comm, self._strict = communicators.intracomm(comm), bool(strict)
+        with Agreement(self._comm, "Merger") as agreed:
+            watchdog.limit()
+            self._device, self.parts = devices.find(device), Parts(tuple(lse_shape), head_dim, dtype)
+            how, selection = folding(scheme, _ALL, self._comm, self._device.name, to_root=True)
+            self._plan_memory(_natural_log(base))
+            agreed.must_match = {
+                "the shape or dtype of out and lse": self.parts,
+                "scheme": selection.text,
+                f"the schedule {selection.text}": selection.digest,
+                "base": base,
+                "strict": self._strict,
+                "device": self._device.name,
+                "transport": how.transport,
+                "executor": how.executor,
+                "output": how.output,
+            }
+        operator = self._device.merge_operator(self.parts.head_dim, self.parts.record_dtype)
+        self._reducer = plan_reducer(self._comm, self._device, how, selection, operator, self._records)
+        self.scheme, self.executor = selection.text, self._reducer.executor
+        self.fallback, self._owner = self._reducer.fallback, Owner("this merger")
+        self._has_result = how.output != "root" or self._comm.rank == 0
+        self.out, self.lse = self._results if self._has_result else cast(Pair, (None, None))
+
+    def _plan_memory(self, natural_log: float) -> None:
+        """Records, results, and the steps between them; finish sees each part as a sequence of its own."""
+        shape, head_dim, dtype = self.parts.lse_shape, self.parts.head_dim, self.parts.record_dtype
+        empty, count = self._device.memory.empty, math.prod(shape)
+        self._records = empty((*shape, head_dim + partial.EXTRA), dtype)
+        self._results: tuple[Array, Array] = empty((*shape, head_dim), dtype), empty(shape, dtype)
+        out, lse = self._results
+        self._pack = self._device.pack(self._records, natural_log)
+        self._finish = self._device.finish(
+            self._records.reshape(count, 1, 1, head_dim + partial.EXTRA),
+            out.reshape(count, 1, 1, head_dim),
+            lse.reshape(count, 1, 1),
+        )
+        self._scale = None if natural_log == 1 else self._device.scale(lse, 1 / natural_log)
+        self._containers = arrays.Containers(self._device.view, self._results)
+        self._in_order = StreamOrder(self._device.stream)
+
+    def __call__(self, out: AnyArray, lse: AnyArray) -> tuple[Array, Array]:
+        """Merge once: (out, lse), valid until the next call. Every rank must call.
+
+        Raises `ArgumentError` for arrays that do not fit the plan, on one rank alone as a `Decoder` does;
+        for what `strict` refuses on every rank, which it asks first.
+        """
+        self._owner.take()
+        out, lse = self._containers.take(out, lse, names=("out", "lse"))
+        self.parts.check(out, lse, self._device.lse_dtypes)
+        if self._strict:
+            collectively(self._comm, lambda: _check_marks(self._device.to_host(lse)))
+        self._in_order()
+        self._pack(out, lse)
+        self._reducer()
+        self._finish()
+        if self._scale is not None:
+            self._scale()
+        return self._containers.give() if self._has_result else (self.out, self.lse)
+
+    def close(self) -> None:
+        """Release communicator and requests. Collective."""
+        self._owner.check()
+        self._reducer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._reducer.__exit__(*exception)
 
 
 def _natural_log(base: object) -> float:
@@ -305,10 +269,3 @@ def _check_marks(lse: Array) -> None:
             f"lse is +inf or NaN in {len(found)} of {lse.size} places, first at {found[0].tolist()}: only "
             "-inf marks a part that saw nothing; without strict=True these count as such too"
         )
-
-
-def _folding(
-    scheme: str | Schedule | Reduction | None, comm: Communicator, device: str
-) -> tuple[Reduction, Selection]:
-    because = "merge folds finished parts and gives every rank, or rank 0, all of the result"
-    return folding(scheme, because, comm, device, to_root=True)
