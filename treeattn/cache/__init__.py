@@ -1,7 +1,7 @@
 """A KV cache that is sharded over ranks and grows: every token on the one rank that an owner map says.
 
 `ShardedCache` is this rank's part of it, `placement` what every rank knows of all. `saved` writes
-and reads the files of a cache that lasts, of which `index` names those that count.
+and reads the files of a cache that lasts.
 """
 
 from treeattn.cache.sharded import ShardedCache

@@ -8,6 +8,7 @@ rank's shard is the same in every layer, so it is found once, by the first layer
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -67,13 +68,6 @@ class Write(NamedTuple):
     chosen: slice | Array
 
 
-class Appended(NamedTuple):
-    """What appending is for this rank's shard: what is written, and how far the sequences are then."""
-
-    writes: list[Write]
-    reach: Reach
-
-
 class Reach:
     """How far the sequences of a cache have come; shared by all layers that have come as far.
 
@@ -82,17 +76,6 @@ class Reach:
     the next layer asks the same.
     """
 
-    __slots__ = (
-        "_answer",
-        "_question",
-        "_shard_lengths",
-        "lengths",
-        "longest",
-        "most",
-        "placement",
-        "totals",
-    )
-
     def __init__(self, placement: Placement, totals: Array) -> None:
         self.placement, self.totals = placement, totals
         self.lengths = np.array([placement.own.below(total) for total in totals.tolist()], np.int64)
@@ -100,19 +83,18 @@ class Reach:
         self.most, self.longest = int(self.lengths.max()), int(self.totals.max())
         self._question: object = None
         self._answer: object = None
-        self._shard_lengths: Array | None = None
 
-    @property
+    @functools.cached_property
     def shard_lengths(self) -> Array:
         """Valid tokens of all ranks, int64 [ranks, batch], read-only."""
-        if self._shard_lengths is None:
-            self._shard_lengths = np.array([runs.all_below(self.totals) for runs in self.placement.runs])
-            self._shard_lengths.flags.writeable = False
-        return self._shard_lengths
+        lengths = np.array([runs.all_below(self.totals) for runs in self.placement.runs])
+        lengths.flags.writeable = False
+        return lengths
 
-    def append(self, given: int, counts: ArrayLike | None, own: bool = False) -> Appended:
-        """The next `counts` [batch] tokens of each sequence, None for as many as are given; `given`: tokens
-        of the arrays they come in, which are this rank's alone where `own`. Raises `ArgumentError`."""
+    def append(self, given: int, counts: ArrayLike | None, own: bool = False) -> tuple[list[Write], Reach]:
+        """What appending the next `counts` [batch] tokens of each sequence writes to this rank's shard, and
+        how far the sequences are then. None: as many as are given; `given`: tokens of the arrays they come
+        in, which are this rank's alone where `own`. Raises `ArgumentError`."""
         numbers = None if counts is None and not own else whole_numbers("counts", counts)
         return self._once(self._append, numbers, given, own)
 
@@ -131,7 +113,7 @@ class Reach:
             self._question = question
         return cast(T, self._answer)
 
-    def _append(self, counts: Array | None, given: int, own: bool) -> Appended:
+    def _append(self, counts: Array | None, given: int, own: bool) -> tuple[list[Write], Reach]:
         batch, limit = len(self.totals), self.placement.limit
         counts = np.full(batch, given, np.int64) if counts is None else counts
         most = given if not own else None
@@ -162,7 +144,7 @@ class Reach:
         alike = (self.totals == self.totals[0]).all() and (totals == totals[0]).all()
         if writes and alike:
             writes = [writes[0]._replace(rows=slice(None))]
-        return Appended(writes, reach)
+        return writes, reach
 
     def _rollback(self, totals: Array) -> Reach:
         if totals.shape != self.totals.shape or (totals < 0).any() or (totals > self.totals).any():

@@ -1,26 +1,28 @@
 """Caches that last: written by the ranks of one job, read by those of another, whatever their number.
 
-Every row, a token of a sequence in one array of one layer, has a sum of its own beside it in the file. So a
-reader checks what it takes, reads nothing else, and can say which row is damaged.
+A saved cache is a directory: a safetensors file for each rank that wrote it, and ``index.json``, which is
+written last, and names the files that count. Every row, a token of a sequence in one array of one layer, has
+a sum of its own in the file: a reader checks what it takes, reads nothing else, and can say which row is
+damaged.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import hashlib
 import os
 import secrets
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
 import numpy as np
 
 from treeattn import files
-from treeattn.attention.positions import Runs
+from treeattn.attention.positions import Runs, check_owners
 from treeattn.attention.shape import CACHE_DTYPES
-from treeattn.cache.index import NAME, Index, Part, read_index
 from treeattn.cache.placement import LayerPlan, Reach, ordered
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError, BackendError, TreeattnError
@@ -30,10 +32,73 @@ from treeattn.partial import Array
 if TYPE_CHECKING:
     from treeattn.cache.sharded import CacheLayer
 
+NAME = "index.json"
 #: Tokens that are copied at once.
 _BLOCK = 1 << 12
 
 _ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One rank's file, beside the index. runs: (start, step, count) of the positions of its tokens, in
+    order."""
+
+    file: Annotated[str, msgspec.Meta(pattern=r"^part-[0-9]{5,}-[0-9a-f]{16}\.safetensors\Z")]
+    runs: tuple[tuple[int, int, int], ...]
+
+
+class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """layout, capacity: of the cache that was saved. about: whatever its writer said of it."""
+
+    format: Literal["treeattn.ShardedCache"] = "treeattn.ShardedCache"
+    version: Literal[2] = 2
+    layers: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)]
+    kv_heads: int
+    head_dim: int
+    v_dim: int
+    latent: bool
+    dtype: str
+    k_scale: tuple[float, ...] | None = None
+    v_scale: tuple[float, ...] | None = None
+    layout: str
+    capacity: int
+    totals: tuple[Annotated[int, msgspec.Meta(ge=0)], ...]
+    parts: tuple[Part, ...]
+    about: dict[str, Any] = {}
+    sha256: str = ""
+
+    @property
+    def held(self) -> dict[str, Any]:
+        """What `treeattn.cache.placement.LayerPlan.of` takes of it."""
+        names = "kv_heads", "head_dim", "dtype", "v_dim", "k_scale", "v_scale"
+        return {"batch": len(self.totals), **{name: getattr(self, name) for name in names}}
+
+    def encode(self) -> bytes:
+        """As the file's text, with its own digest."""
+        plain = msgspec.structs.replace(self, sha256="")
+        whole = msgspec.structs.replace(self, sha256=_digest(plain))
+        return msgspec.json.format(msgspec.json.encode(whole), indent=1) + b"\n"
+
+
+def read_index(directory: str | Path) -> Index:
+    """Raises `ArgumentError`: no saved cache, one of another version, or an index that is damaged."""
+    path = Path(directory) / NAME
+    if not path.is_file():
+        raise ArgumentError(f"{directory}: no saved cache: there is no {NAME}")
+    try:
+        index = msgspec.json.decode(files.read_text(path), type=Index)
+        everyone = [Runs(part.runs) for part in index.parts]
+    except (msgspec.DecodeError, ArgumentError) as error:
+        raise ArgumentError(f"{path}: damaged, or of another version ({error})") from None
+    if index.sha256 != _digest(msgspec.structs.replace(index, sha256="")):
+        raise ArgumentError(f"{path}: damaged: its digest is another than it says; save the cache again")
+    check_owners(everyone)
+    most = max(index.totals, default=0)
+    if sum(runs.below(most) for runs in everyone) != most:
+        raise ArgumentError(
+            f"{path}: damaged: its files hold fewer tokens than it says; save the cache again"
+        )
+    return index
 
 
 def save(comm: Communicator, layers: Sequence[CacheLayer], directory: Path, about: dict[str, Any]) -> None:
@@ -233,3 +298,7 @@ def as_json(about: dict[str, Any]) -> str:
         return msgspec.json.encode(about, order="sorted").decode()
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"about: cannot be written as JSON ({error})") from None
+
+
+def _digest(index: Index) -> str:
+    return hashlib.sha256(msgspec.json.encode(index)).hexdigest()

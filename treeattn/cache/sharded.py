@@ -121,9 +121,8 @@ class CacheLayer:
         counts: [batch], how many of them each sequence gets; all unless said. Raises `ArgumentError`, and
         then nothing has changed.
         """
-        given = self._given(k, v)
-        step = self._reach.append(given[0].shape[1], counts)
-        self._write(step.writes, given, step.reach)
+        given = self._as_stored(k, v)
+        self._write(*self._reach.append(given[0].shape[1], counts), given)
 
     def append_own(self, k: Array, v: Array | None, counts: ArrayLike) -> None:
         """Add the next `counts` [batch] tokens of each sequence, of which k and v hold this rank's alone:
@@ -131,9 +130,8 @@ class CacheLayer:
 
         Raises `ArgumentError`, and then nothing has changed.
         """
-        given = self._given(k, v)
-        step = self._reach.append(given[0].shape[1], counts, own=True)
-        self._write(step.writes, given, step.reach)
+        given = self._as_stored(k, v)
+        self._write(*self._reach.append(given[0].shape[1], counts, own=True), given)
 
     def select(self, rows: ArrayLike) -> None:
         """Go on with the sequences `rows`, integers [new batch], in this order, as beams do; one may come
@@ -165,7 +163,7 @@ class CacheLayer:
         """
         if tree.batch != len(self.totals):
             raise ArgumentError(f"the tree has {tree.batch} rows, the cache {len(self.totals)} sequences")
-        given = self._given(draft_k, draft_v)
+        given = self._as_stored(draft_k, draft_v)
         tokens, most = given[0].shape[1], self._plan.drafts
         if tokens != tree.nodes or tokens > most:
             raise ArgumentError(
@@ -191,13 +189,13 @@ class CacheLayer:
         if rows.ndim != 2 or len(rows) != tree.batch:
             raise ArgumentError(f"path is {list(rows.shape)}: slots, then -1, for each of {tree.batch} rows")
         paths = [tree.check_path(row, _until_minus_one(slots)) for row, slots in enumerate(rows)]
-        step = self._reach.append(rows.shape[1], [len(slots) for slots in paths])
+        writes, reach = self._reach.append(rows.shape[1], [len(slots) for slots in paths])
         writes = [
             one._replace(rows=row, chosen=ordered(paths[row][one.chosen]))
-            for one in step.writes
+            for one in writes
             for row in (range(tree.batch) if isinstance(one.rows, slice) else (one.rows,))
         ]
-        self._write(writes, self._drafts, step.reach)
+        self._write(writes, reach, self._drafts)
 
     def rollback(self, totals: ArrayLike | None = None) -> None:
         """Forget the proposed drafts and all tokens from `totals` [batch] on; without it, the drafts alone.
@@ -209,7 +207,7 @@ class CacheLayer:
             self._stand(self._reach.rollback(totals))
         self._tree = None
 
-    def _write(self, writes: Iterable[Write], given: tuple[Array, ...], reach: Reach) -> None:
+    def _write(self, writes: list[Write], reach: Reach, given: tuple[Array, ...]) -> None:
         self._reserve(reach)
         for rows, into, chosen in writes:
             taken = chosen if isinstance(chosen, slice) else self._plan.device.from_host(chosen)
@@ -231,7 +229,7 @@ class CacheLayer:
         self._reach, self._tree = reach, None
         self.lengths[...] = reach.lengths
 
-    def _given(self, k: Array, v: Array | None) -> tuple[Array, ...]:
+    def _as_stored(self, k: Array, v: Array | None) -> tuple[Array, ...]:
         """The arrays as they are to be stored, k and v or k alone. Raises `ArgumentError`."""
         self.owner.take()
         given: tuple[Array, ...] = (k,) if v is None else (k, v)

@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from treeattn.attention.arguments import CacheFormat, Positions, Rules, Shard
 from treeattn.attention.arrays import Pair
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES, FLOAT8
-from treeattn.cache.index import Index
+from treeattn.cache.saved import Index
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, Reduction

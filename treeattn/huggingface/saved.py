@@ -13,7 +13,7 @@ from treeattn.huggingface.remote import RemoteLayer
 from treeattn.mpi.communicators import Agreement, collectively
 
 if TYPE_CHECKING:
-    from treeattn.cache.index import Index
+    from treeattn.cache.saved import Index
     from treeattn.huggingface.cache import ShardedKV
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.support.caches import LAYOUTS, Plain, caches, layout_of
 from tests.support.drawn import examples
 from treeattn.cache import ShardedCache, saved, sharded
-from treeattn.cache.index import read_index
+from treeattn.cache.saved import read_index
 from treeattn.errors import ArgumentError, BackendError
 
 
