@@ -1,4 +1,4 @@
-"""The doctor's findings about GPUs: driver, CuPy, NVRTC, NCCL, kernels, peer memory, CUDA-aware MPI.
+"""The doctor's findings about GPUs: driver, CuPy, NCCL, kernels, peer memory, CUDA-aware MPI.
 
 None of it is needed for work on the processor, so that nothing here is ever "broken"; and each question may
 meet half an installation, whose errors have no common type.
@@ -6,23 +6,17 @@ meet half an installation, whose errors have no common type.
 
 from __future__ import annotations
 
-import importlib
-import importlib.metadata
-import re
-import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
-from typing import Any
 
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda import driver as cuda_driver
 from treeattn.backends.cuda.driver import Driver
 from treeattn.cli import probe
 from treeattn.cli.probe import Finding
+from treeattn.collectives.runtime import nccl
 from treeattn.errors import BackendError, TreeattnError
 from treeattn.mpi import library
-
-_CUPY = re.compile(r"cupy(-cuda\d+x|-rocm.*)?")
 
 # Two ranks decode: of each one token, whose value is its rank. Records of 270 kB, which no library sends
 # eagerly.
@@ -42,14 +36,10 @@ print("right" if (cupy.asnumpy(out) == 0.5).all() else "wrong")
 def findings() -> Iterator[Finding]:
     """What a GPU would need here. Never raises over what is missing."""
     driver = yield from _driver()
-    cupy = yield from _cupy(driver)
-    if cupy is not None:
-        yield _nvrtc(cupy, driver)
-        yield _nccl(cupy)
-    else:
-        for name in ("NVRTC", "NCCL"):
-            yield Finding(name, "missing", "not asked: it is reached through CuPy")
-    usable = driver is not None and bool(driver.gpus) and cupy is not None
+    cupy = _asked("CuPy", _cupy)
+    yield cupy
+    yield _asked("NCCL", _nccl)
+    usable = driver is not None and bool(driver.gpus) and cupy.verdict == "ok"
     if usable:
         yield _asked("CUDA kernels", _one_kernel)
         yield _asked("Peer memory", lambda: _trial("peer"), (
@@ -92,59 +82,16 @@ def _driver() -> Generator[Finding, None, Driver | None]:
     return driver
 
 
-def _cupy(driver: Driver | None) -> Generator[Finding, None, Any]:
-    """Returns CuPy if it can serve this driver, else None."""
-    builds = _builds()
-    named = ", ".join(f"{name} {version}" for name, version in builds.items()) or "CuPy"
-    afresh = " and ".join([f"pip uninstall {' '.join(builds)}"] * bool(builds) + [_install(driver)])
-    if len(builds) > 1:
-        yield Finding("CuPy", "missing", f"builds that overwrite one another: {named}", afresh)
-        return None
-    try:
-        cupy = _imported("cupy")
-        built = cupy.cuda.runtime.runtimeGetVersion()
-    except Exception as error:
-        absent = not builds and isinstance(error, ImportError) and error.name == "cupy"
-        what = "not installed" if absent else f"{named} does not load: {_first_line(error)}"
-        yield Finding("CuPy", "missing", what, afresh)
-        return None
-    if cupy.cuda.runtime.is_hip:
-        yield Finding("CuPy", "missing", f"{named}, built for AMD's ROCm, which is not served", afresh)
-        return None
-    what = f"{named}, built for CUDA {built // 1000}.{built % 1000 // 10}"
-    if driver is not None and built // 1000 > driver.cuda[0]:
-        yield Finding("CuPy", "missing", f"{what}; the driver serves less", f"{afresh}, or update the driver")
-        return None
-    yield Finding("CuPy", "ok", what)
-    return cupy
+def _cupy() -> str:
+    if problem := cupy_runtime.problem():
+        raise BackendError(problem)
+    return f"serves {cupy_runtime.current().name}"
 
 
-def _nvrtc(cupy: Any, driver: Driver | None) -> Finding:
-    major = cupy.cuda.runtime.runtimeGetVersion() // 1000
-
-    def version() -> str:
-        found = cupy.cuda.nvrtc.getVersion()
-        what = "version {}.{}".format(*found)
-        if driver is not None and found[0] > driver.cuda[0]:
-            raise BackendError(f"{what} compiles for newer drivers than this one")
-        return what
-
-    return _asked(
-        "NVRTC", version, f"pip install 'nvidia-cuda-nvrtc{'-cu12' if major == 12 else ''}=={major}.*'"
-    )
-
-
-def _nccl(cupy: Any) -> Finding:
-    major = cupy.cuda.runtime.runtimeGetVersion() // 1000
-
-    def version() -> str:
-        nccl = _imported("cupy.cuda.nccl")
-        if not nccl.available:
-            raise BackendError("libnccl.so.2 does not load")
-        found = nccl.get_version()
-        return f"version {found // 10000}.{found // 100 % 100}.{found % 100}"
-
-    return _asked("NCCL", version, f"for transport='nccl': pip install 'treeattn[nccl{major}]'")
+def _nccl() -> str:
+    if problem := nccl.problem():
+        raise BackendError(problem)
+    return "version {}.{}".format(*nccl.version())
 
 
 def _one_kernel() -> str:
@@ -171,28 +118,6 @@ def _trial(transport: str) -> str:
     if printed != "rightright":
         raise BackendError(f"two ranks cannot decode by it: {problem or printed}")
     return "two ranks decoded by it"
-
-
-def _builds() -> dict[str, str]:
-    """Version of each build of CuPy that is installed: they share one folder, so that only one may be."""
-    installed = importlib.metadata.distributions()
-    named = ((distribution.metadata["Name"] or "", distribution.version) for distribution in installed)
-    return {name: version for name, version in sorted(named) if _CUPY.fullmatch(name.lower())}
-
-
-def _install(driver: Driver | None) -> str:
-    if driver is None:
-        return "pip install 'treeattn[cuda12]' or 'treeattn[cuda13]', whichever CUDA the driver will have"
-    if driver.cuda[0] < 12:
-        return "update the driver to one for CUDA 12 or newer"
-    return f"pip install 'treeattn[cuda{min(driver.cuda[0], 13)}]'"
-
-
-def _imported(name: str) -> Any:
-    """A module; what it warns of is among the findings."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return importlib.import_module(name)
 
 
 def _first_line(error: Exception) -> str:

@@ -24,7 +24,7 @@ from treeattn.partial import Array
 from treeattn.report import Column, Progress, Report, microseconds
 from treeattn.shards import Layout
 from treeattn.study import environment
-from treeattn.token_tree import TokenTree, Verifier, accept_greedy
+from treeattn.token_tree import TokenTree, Verifier
 from treeattn.token_tree.owners import OWNERS, draft_owners
 
 
@@ -34,8 +34,7 @@ from treeattn.token_tree.owners import OWNERS, draft_owners
               help="How partials are reduced over ranks; several, side by side. Default: by the nodes "
                    "of the job.")  # fmt: skip
 @options.LAYOUT
-@click.option("--owner", type=click.Choice(OWNERS),
-              help="Which rank counts which draft; default: owners of FILE, else single.")  # fmt: skip
+@click.option("--owner", type=click.Choice(OWNERS), default="single", help="Which rank counts which draft.")
 @options.REPEAT
 @click.option("--reproducible", is_flag=True,
               help="Bits that depend on the set of tokens alone, with their SHA-256.")  # fmt: skip
@@ -45,7 +44,7 @@ def command(
     source: Path,
     schemes: str | None,
     layout: Layout,
-    owner: str | None,
+    owner: str,
     repeat: int,
     reproducible: bool,
     no_check: bool,
@@ -55,9 +54,8 @@ def command(
 
     FILE holds q [batch, nodes, heads, head_dim] and draft_k, draft_v [batch, nodes, kv_heads, head_dim] of
     the drafts, parents [batch, nodes] (-1: follows the context), and k, v [batch, tokens, kv_heads, head_dim]
-    of the context. It may hold lengths [batch] of the context, draft_lengths [batch], owners [batch, nodes]
-    (ranks), and tokens and target_tokens [batch, nodes]: the drafts, and what the model says after each, by
-    which the accepted path is shown (first_tokens [batch]: after the context, if roots are drafts).
+    of the context. It may hold lengths [batch] of the context and draft_lengths [batch]; which path a model
+    accepts is for Python (treeattn.token_tree.accept_greedy).
     The scale comes from the metadata entry "scale", else it is 1/sqrt(head_dim). Exit code 1 means that a
     result missed its bound or differed between ranks.
     """
@@ -68,41 +66,35 @@ def command(
     judge = Judge(world, drafts, not no_check, None, False)
     rows = [_measure(world, drafts, judge, scheme, reproducible, repeat) for scheme in named]
     results = [(row.pop("out"), row.pop("lse")) for row in rows]
-    accepted = drafts.accepted(world)
     machine = environment.machine(world)
     if world.rank == 0:
         output.tensors(*drafts.as_given(*results[-1]), scale=repr(drafts.scale))
-        output.report(_report(drafts, rows, accepted, machine, output))
+        output.report(_report(drafts, rows, machine, output))
     return 0 if all(row["passed"] for row in rows) else 1
 
 
 class Drafts(Problem):
     """A tree over the cache of a file, and what its nodes hold, in the order of its slots."""
 
-    def __init__(self, world: Communicator, source: Path, layout: Layout, owner: str | None) -> None:
+    def __init__(self, world: Communicator, source: Path, layout: Layout, owner: str) -> None:
         super().__init__(world, source, layout)
-        collectively(world, lambda: self._read_nodes(owner))
+        self.owner = owner
+        collectively(world, self._read_nodes)
         self._counts_drafts = world.rank == 0
         self._valid = np.full(self.shape.batch, len(self.positions)) if self.lengths is None else self.lengths
         self.shard_lengths = world.allgather(self._valid.tolist())
-        collectively(world, lambda: draft_owners(self.owners, self.tree, world.size, self.shard_lengths))
+        collectively(world, lambda: draft_owners(self.owner, self.tree, world.size, self.shard_lengths))
 
-    def _read_nodes(self, owner: str | None) -> None:
+    def _read_nodes(self) -> None:
         held = self.file.tensors
         if self.rules.window is not None:
             raise ArgumentError(f"{self.source}: a node sees the whole context: leave window out")
         parents = self._of_nodes("parents")
-        tokens = self._of_nodes("tokens") if "tokens" in held else np.zeros(parents.shape, np.int64)
+        tokens = np.zeros(parents.shape, np.int64)  # no result depends on them
         self.tree = TokenTree.from_parents(tokens, parents, held.get("draft_lengths"))
         self.q = self._by_slots(self.q)
         self.draft_k, self.draft_v = (self._by_slots(self._of_nodes(f"draft_{name}")) for name in "kv")
         self.shape.check_cache(self.draft_k, self.draft_v)
-        if "target_tokens" in held and "tokens" not in held:
-            raise ArgumentError(f"{self.source}: target_tokens accept tokens, and it holds none")
-        self.targets = self._by_slots(self._of_nodes("target_tokens")) if "target_tokens" in held else None
-        self.owners: str | Array = owner or "single"
-        if owner is None and "owners" in held:
-            self.owners = self._by_slots(self._of_nodes("owners"))
 
     def _of_nodes(self, name: str) -> Array:
         array, nodes = np.array(self.file[name]), self.shape.q_shape[:2]
@@ -133,17 +125,6 @@ class Drafts(Problem):
             seen = np.concatenate([seen, self.tree.mask & real], axis=2)
         return reference.partial(self.q, k, v, scale=self.scale, seen=seen)
 
-    def accepted(self, world: Communicator) -> list[dict[str, Any]]:
-        """What the model's own tokens keep of each row, by the file's order. Collective."""
-        if self.targets is None:
-            return []
-        first = self.file.tensors.get("first_tokens")
-        kept = accept_greedy(self.tree, self.targets, first=first, comm=world)
-        return [
-            {"path": self.tree.origin[row, kept.path[row, :count]].tolist(), "next_token": int(token)}
-            for row, (count, token) in enumerate(zip(kept.counts, kept.next_tokens, strict=True))
-        ]
-
 
 def _measure(
     world: Communicator,
@@ -158,7 +139,7 @@ def _measure(
     planned |= {"nodes": planned.pop("queries"), "scheme": scheme, "scale": drafts.scale}
     clock, say, times = time.perf_counter, Progress(world.rank == 0), []
     context = drafts.k, drafts.v, drafts.draft_k, drafts.draft_v
-    with Verifier(world, **planned, owner=drafts.owners, reproducible=kind) as verifier:
+    with Verifier(world, **planned, owner=drafts.owner, reproducible=kind) as verifier:
         for done in range(repeat + 1):
             world.barrier()
             began = clock()
@@ -174,20 +155,15 @@ def _measure(
 def _report(
     drafts: Drafts,
     rows: list[Row],
-    accepted: list[dict[str, Any]],
     machine: dict[str, Any],
     output: Output,
 ) -> Report:
     nodes = drafts.tree.lengths.tolist()
-    owner = drafts.owners if isinstance(drafts.owners, str) else "owners of the file"
-    facts = {"nodes": nodes, "owner": owner, "results": rows, "accepted": accepted}
+    facts = {"nodes": nodes, "owner": drafts.owner, "results": rows}
     made = Report(drafts.described | facts, machine)
     held = f"{drafts.tokens} tokens and {'+'.join(map(str, nodes))} drafts"
     made.line(f"{drafts.source.name}: {held}, {drafts.heads}")
-    where = f"{plural(len(machine['ranks']), 'rank')}, {drafts.layout} shards, drafts: {owner}"
+    where = f"{plural(len(machine['ranks']), 'rank')}, {drafts.layout} shards, drafts: {drafts.owner}"
     made.line(f"{where}; times: median step, slowest rank, µs\n")
     show(made, rows, [Column("step", lambda row: row["step_s"] * 1e6, microseconds)], output)
-    for index, row in enumerate(accepted):
-        path = " ".join(map(str, row["path"])) or "none"
-        made.text(f"row {index}: accepted {path}; next token {row['next_token']}")
     return made
