@@ -20,7 +20,7 @@ from tests.fuzz import lines, mutations
 from tests.support import plans
 from tests.support.models import write_model
 from tests.unit.study import made_results
-from treeattn.cache import ShardedCache, index
+from treeattn.cache import ShardedCache, saved
 from treeattn.cli import scheme
 from treeattn.collectives import build, names
 from treeattn.collectives.catalog import select
@@ -121,7 +121,7 @@ def _saved(folder: Path) -> list[bytes]:
     from treeattn.mpi import communicators
 
     ShardedCache(communicators.alone(), capacity=4, kv_heads=1, head_dim=8).save(folder)
-    return [(folder / index.NAME).read_bytes()]
+    return [(folder / saved.NAME).read_bytes()]
 
 
 def _load(path: Path) -> None:
@@ -129,7 +129,7 @@ def _load(path: Path) -> None:
     from treeattn.mpi import communicators
 
     with contextlib.suppress(msgspec.DecodeError, ValueError, RecursionError):
-        path.write_bytes(msgspec.json.decode(path.read_bytes(), type=index.Index).encode())
+        path.write_bytes(msgspec.json.decode(path.read_bytes(), type=saved.Index).encode())
     ShardedCache.load(path.parent, communicators.alone())
 
 
@@ -179,7 +179,7 @@ INPUTS = {
     ),
     "scheme": Input(_schemes, mutations.of_text, "x", _scheme),
     "launcher": Input(_environment, mutations.of_json, "x", _launched),
-    "saved_cache": Input(_saved, mutations.of_json, index.NAME, _load),
+    "saved_cache": Input(_saved, mutations.of_json, saved.NAME, _load),
     "model": Input(_model, mutations.of_json, "config.json", lambda path: read_config(path.parent)),
     "weights": Input(
         _weights, mutations.of_json, "model.safetensors.index.json",
