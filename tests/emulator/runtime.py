@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import mmap
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import numpy as np
@@ -150,6 +151,13 @@ class EmulatorRuntime:
         assert into.flags.c_contiguous
         assert source.flags.c_contiguous
         self.copy(into, source.copy())
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: int) -> Iterator[None]:
+        """Its number is all there is of it."""
+        before, self.stream = self.stream, stream
+        yield
+        self.stream = before
 
     def holds(self, array: Any) -> bool:
         """Any NumPy array: only lists and the like lie on the host here."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import pytest
 transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
 torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
 
+from tests.emulator.device_array import DeviceArray  # noqa: E402
 from tests.emulator.raw_module import compiler_problem  # noqa: E402
 from tests.support.cuda_tensors import models_on_gpu  # noqa: E402
 from tests.support.tiny_models import logits_of, padded, prompt, wide  # noqa: E402
@@ -129,6 +131,66 @@ def test_a_prompt_computed_once(comm, cache_of, folder):
         wide("Llama", num_hidden_layers=2).generate(prompt(2, 12), max_new_tokens=4, do_sample=False).tolist()
     )
     assert continued(comm, cache_of, folder) == wanted
+
+
+@pytest.fixture
+def written(comm, cache_of, folder):
+    """Called: a cache that a prefill and beams have grown, whose rows were reordered; and, saved, one that
+    was loaded."""
+
+    def write(saved=True):
+        model, ids = wide("Llama", "treeattn", num_hidden_layers=2), prompt(2, 12)
+        cache, again = cache_of(model), cache_of(model)
+        huggingface.prefill(model, ids[:, :-1], cache)
+        cache.batch_repeat_interleave(2)
+        model.generate(ids.repeat_interleave(2, 0), cache=cache, num_beams=1, max_new_tokens=8)
+        if saved:
+            cache.save(folder)
+            again.load(folder, device="cuda")
+        return cache, again
+
+    return write
+
+
+def test_caches_lie_in_the_memory_of_torchs_pool(runtime, written, monkeypatch):
+    rooms, empty = [], torch.empty
+
+    def counted(*given, **named):
+        made = empty(*given, **named)
+        rooms.extend([made] if made.device.type == "cuda" else [])
+        return made
+
+    monkeypatch.setattr(torch, "empty", counted)
+    for cache in written():
+        for layer in cache.layers:
+            for array in layer.shard.arrays:
+                at = runtime.address(array)
+                assert any(room.data_ptr() <= at < room.data_ptr() + room.numel() for room in rooms)
+
+
+def test_work_is_queued_to_torchs_current_stream(comm, runtime, written, monkeypatch):
+    """As under ``torch.cuda.stream``, and in a step it is not waited for."""
+    streams, queue, put = set(), runtime.queue, DeviceArray.__setitem__
+
+    def queued(work):
+        streams.add(runtime.stream)
+        queue(work)
+
+    def assigned(array, index, value):
+        streams.add(runtime.stream)
+        put(array, index, value)
+
+    def waited():
+        raise AssertionError("the host waited for the stream")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(runtime, "queue", queued)
+    monkeypatch.setattr(DeviceArray, "__setitem__", assigned)
+    written()
+    assert streams == {7}
+    if comm.size == 1:  # else a prefill goes round by the host
+        monkeypatch.setattr(runtime, "synchronize", waited)
+        written(saved=False)
 
 
 def copied_by_numpy(layer, rows):

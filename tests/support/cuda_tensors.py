@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -47,12 +48,18 @@ class CudaTensor(torch.Tensor):
         """A copy for the host, which somebody asked for."""
         return self.as_subclass(torch.Tensor).clone()
 
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Of bytes in a row, which a cache takes."""
+        assert self.dtype == torch.uint8
+        return {"version": 3, "shape": (len(self),), "typestr": "|u1", "data": (self.data_ptr(), False)}
+
     def __dlpack_device__(self) -> tuple[int, int]:
         return 2, 0
 
     def __dlpack__(self, **options: Any) -> Any:
         """A capsule that says the same."""
-        assert options.pop("stream") == 1
+        assert options.pop("stream") == (torch.cuda.current_stream(DEVICE).cuda_stream or 1)
         capsule = self.as_subclass(torch.Tensor).__dlpack__(**options)
         kind = arrays._capsule_name(capsule)
         at = arrays._capsule_pointer(capsule, kind) + arrays._TENSOR_AT[kind]
@@ -124,17 +131,23 @@ def models_on_gpu(rank: int = 0) -> Iterator[StrictRuntime]:
     """What attends by "treeattn" has its tensors on the emulated GPU of this rank, which is the
     same each time: plans outlive caches."""
     runtime = _runtime(rank)
-    from_dlpack, update = torch.from_dlpack, ShardedKV.update
+    from_dlpack, empty, update = torch.from_dlpack, torch.empty, ShardedKV.update
 
     def taken(array: Any) -> torch.Tensor:
         if isinstance(array, DeviceArray):
             return on_gpu(torch.from_numpy(array._inside))
         return from_dlpack(array)
 
+    def in_torchs_pool(*size: Any, **named: Any) -> torch.Tensor:
+        device = torch.device(named.pop("device", None) or "cpu")
+        return empty(*size, **named) if device.type == "cpu" else on_gpu(empty(*size, **named))
+
     with contextlib.ExitStack() as stack:
         for owner, name, one in (
             (cupy_runtime, "current", lambda: runtime),
             (torch, "from_dlpack", taken),
+            (torch, "empty", in_torchs_pool),
+            (torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0)),
             (ShardedKV, "update", _wrapped(update, _pair)),
         ):
             stack.enter_context(mock.patch.object(owner, name, one))

@@ -32,7 +32,8 @@ WholeStep = Callable[[Any, Any, Any, Any], bool]
 def find(name: str, reproducible: str | None = None, ranks: int = 1) -> Device:
     """The device that ``device=`` names, a word or an object of torch, for results of so many ranks as
     ``reproducible=`` says. Raises `ArgumentError`, `RestrictionError`; `BackendError` where there is none."""
-    index = getattr(name, "index", None) if hasattr(name, "type") else None  # torch has objects for them
+    of_torch = hasattr(name, "type")  # torch has objects for them
+    index = getattr(name, "index", None) if of_torch else None
     name = str(getattr(name, "type", name))
     if name not in ("cpu", "cuda"):
         raise ArgumentError(
@@ -54,7 +55,7 @@ def find(name: str, reproducible: str | None = None, ranks: int = 1) -> Device:
         return Cpu()
     from treeattn.backends.cuda.device import Cuda
 
-    gpu = Cuda()
+    gpu = Cuda(of_torch=of_torch)
     if index not in (None, gpu.runtime.index):
         raise ArgumentError(
             f"device cuda:{index} is not CuPy's current device, which is {gpu.runtime.index}: "
@@ -86,6 +87,9 @@ class Device(Protocol):
     @property
     def memory(self) -> Memory:
         """Its memory: allocates, copies, and knows addresses."""
+
+    def large(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """A new array of a cache, which may be most of the memory."""
 
     @property
     def stream(self) -> Stream | None:

@@ -19,7 +19,6 @@ from treeattn.attention.shape import CACHE_DTYPES, FLOAT8, Shape, check_number, 
 from treeattn.backends import device as devices
 from treeattn.cache.placement import LayerPlan, Placement, Reach, Write, ordered, whole_numbers
 from treeattn.collectives.runtime.communicator import Given
-from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
@@ -49,9 +48,7 @@ class CacheLayer:
     def _empty(self, tokens: int) -> tuple[Array, ...]:
         """Arrays of so many tokens, for keys and, unless they are among these, for values."""
         plan, axes = self._plan, (len(self._reach.totals), tokens, self._plan.shape.kv_heads)
-        memory = plan.device.memory
-        new = HOST.large if memory is HOST else memory.empty
-        return tuple(new((*axes, width), plan.elements) for width in plan.widths)
+        return tuple(plan.device.large((*axes, width), plan.elements) for width in plan.widths)
 
     def _hold(self, arrays: tuple[Array, ...]) -> None:
         self.arrays = arrays
@@ -294,6 +291,7 @@ class ShardedCache(CacheLayer):
     drafts : int
         Slots of the largest tree that `propose` takes.
     device : {"cpu", "cuda"}
+        Or torch's object; on a GPU the arrays then lie in the memory of torch's pool.
 
     Attributes
     ----------
@@ -366,7 +364,7 @@ class ShardedCache(CacheLayer):
                 "layers": layers,
                 "drafts": drafts,
                 "layout": tuple(placement.runs),
-                "device": device,
+                "device": plan.device.name,  # torch's objects have numbers, too
             }
         self._comm = comm
 

@@ -26,7 +26,7 @@ from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.reducers import by_module, over_mpi, refuse
-from treeattn.errors import ArgumentError, TransportError, TreeattnError
+from treeattn.errors import TransportError, TreeattnError
 from treeattn.mpi import communicators, library
 from treeattn.mpi.communicators import Agreement, collectively
 
@@ -171,31 +171,33 @@ def _check_cuda_mpi(comm: Communicator, runtime: Runtime) -> None:
 def problems(comm: Communicator, runtime: Runtime) -> dict[str, str | None]:
     """Transport of GPUs -> why these ranks cannot take it, with the remedy; None where they can. Collective,
     and the same on every rank."""
-    found: dict[str, str | None] = {name: None for name, device in DEVICES.items() if device == "cuda"}
-    for name, check in _CHECKS.items():
-        try:
+    return {name: _problem(name, comm, runtime) for name, device in DEVICES.items() if device == "cuda"}
+
+
+def _problem(name: str, comm: Communicator, runtime: Any) -> str | None:
+    check = {"nccl": _check_nccl, "peer": _check_peers, "cuda-mpi": _check_cuda_mpi}.get(name)
+    try:
+        if check is not None:
             check(comm, runtime)
-        except TreeattnError as error:
-            found[name] = str(error)
-    return found
+    except TreeattnError as error:
+        return str(error)
+    return None
 
 
 def first(names: tuple[str, ...], comm: Communicator, runtime: Any) -> str:
     """The first of these transports that all ranks can have; between nodes of one rank each NCCL alone.
     Rank 0 says it, once, and what keeps them from the one before. Collective. Raises `TransportError` where
     there is none."""
-    nodes, lacking = communicators.node_groups(comm), []
+    nodes, lacking = communicators.node_groups(comm), list[str]()
     for name in ("nccl",) if len(nodes) == comm.size else names:
-        try:
-            _CHECKS[name](comm, runtime)
-        except (TransportError, ArgumentError) as error:
-            lacking.append(f"no transport={name!r}: {error}")
-            continue
-        if comm.rank == 0:
+        problem = _problem(name, comm, runtime)
+        if problem is None:
             near = "peer memory" if len(nodes) == 1 else "peer memory within nodes and NCCL between them"
             by = near if name == "peer" else "NCCL"
-            _say("; ".join([f"records travel from GPU to GPU by {by} (transport={name!r})", *lacking]))
-        return name
+            if comm.rank == 0:
+                _say("; ".join([f"records travel from GPU to GPU by {by} (transport={name!r})", *lacking]))
+            return name
+        lacking.append(f"no transport={name!r}: {problem}")
     raise TransportError(
         f"{'; '.join(lacking)}; transport='host' copies through the memory of the hosts, where it is named"
     )
@@ -265,13 +267,6 @@ def shared_gpu(comm: Communicator, runtime: Runtime) -> str | None:
             return f"ranks {', '.join(map(str, ranks))} share GPU {identity} of {devices[ranks[0]][1]}"
     return None
 
-
-#: Transport -> what raises, on all ranks, where they cannot have it.
-_CHECKS: dict[str, Callable[[Communicator, Any], None]] = {
-    "nccl": _check_nccl,
-    "peer": _check_peers,
-    "cuda-mpi": _check_cuda_mpi,
-}
 
 #: Transport -> what plans a scheme over it: of its selection, schedule, reduction and executor.
 PLANNERS: dict[str, Callable[[Selection, Schedule | None, ReductionSpec, str | None], Reducer]] = {

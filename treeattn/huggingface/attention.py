@@ -20,7 +20,7 @@ from treeattn.huggingface.layers import (
 )
 from treeattn.huggingface.mask import Mask, mask
 from treeattn.huggingface.plans import Scoring
-from treeattn.huggingface.tensors import all_heads, as_rows, finished
+from treeattn.huggingface.tensors import all_heads, as_rows, finished, torchs_stream
 
 #: What models pass along and attention has nothing to do with.
 _BESIDE_ATTENTION = {
@@ -83,7 +83,8 @@ def attention(
         own, end = layer, layer.slots
         new = _is_new(layer, module, layer is waited)
     if cache is not None and cache.dealt is not None:
-        return cache.dealt.attend(own, query, key, value, s_aux, scoring, new, latents), None
+        with torchs_stream(query.device):
+            return cache.dealt.attend(own, query, key, value, s_aux, scoring, new, latents), None
     if own is None and keys != key.shape[2] and not torch.compiler.is_compiling():
         raise ArgumentError(
             f"the mask is of {keys} keys, and the cache hands over {key.shape[2]}: make the cache of the "
@@ -93,7 +94,8 @@ def attention(
     # As one operator where something wants to trace or to differentiate it; it has no gradient, and says so.
     if torch.compiler.is_compiling() or (query.requires_grad and torch.is_grad_enabled()):
         return torch.ops.treeattn.attend(*tensors, own.handle if own else 0, at, new, *scoring), None
-    return _attend(*tensors, own, at, new, scoring, latents), None
+    with torchs_stream(query.device):
+        return _attend(*tensors, own, at, new, scoring, latents), None
 
 
 def _is_new(layer: FullAttentionLayer, module: Any, waited: bool) -> int:
@@ -200,7 +202,8 @@ def _operator(
     softcap: float,
 ) -> torch.Tensor:
     scoring = Scoring(scale, window, softcap)
-    return _attend(query, key, value, begins, sinks, of_handle(layer), at, new, scoring)
+    with torchs_stream(query.device):
+        return _attend(query, key, value, begins, sinks, of_handle(layer), at, new, scoring)
 
 
 @_operator.register_fake

@@ -32,7 +32,7 @@ from treeattn.huggingface.layers import NOT_ATTENDED, FullAttentionLayer, Slidin
 from treeattn.huggingface.origin import Origin
 from treeattn.huggingface.plans import Plans
 from treeattn.huggingface.remote import RemoteLayer
-from treeattn.huggingface.tensors import dtype_name
+from treeattn.huggingface.tensors import dtype_name, torchs_stream
 from treeattn.mpi import communicators
 from treeattn.mpi.communicators import Agreement
 
@@ -136,6 +136,7 @@ class ShardedKV(Cache):
         # Once: a schedule of the user's is hashed by all its messages.
         self._plans = tuple(plans.of(self.comm, how) for how in (reduction, by_heads))
         self.owner = Owner("this cache")
+        self.device = torch.device("cpu")  # where its arrays lie
         self.waiting: FullAttentionLayer | None = None  # whose new tokens nothing attended to yet
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
         self._shards: dict[Any, Iterator[CacheLayer] | Iterator[RemoteLayer]] = {}
@@ -216,12 +217,12 @@ class ShardedKV(Cache):
         if made is None:
             shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "v_dim": v_dim}
             shape["layers"] = alike
-            dtype = dtype_name(k)
+            dtype, self.device = dtype_name(k), k.device
             if self.nodes is not None:
                 remote = self.nodes.cache(capacity=self.capacity, latent=latent, dtype=dtype, **shape)
                 self._shards[key] = iter([RemoteLayer(remote, number) for number in range(alike)])
             else:
-                place: Any = {"device": k.device.type, "latent": latent, "dtype": dtype}
+                place: Any = {"device": k.device, "latent": latent, "dtype": dtype}
                 first = ShardedCache(self.comm, capacity=self.capacity, **shape, **place)
                 for one in first.layers:
                     one.owner = self.owner
@@ -245,7 +246,8 @@ class ShardedKV(Cache):
         `load` takes them. Raises `ArgumentError` for such, for a model with windows or recurrent states, and
         as `ShardedCache.save`.
         """
-        saved.save(self, directory, unchecked)
+        with torchs_stream(self.device):
+            saved.save(self, directory, unchecked)
 
     def load(self, directory: str | Path, *, unchecked: bool = False, device: Any = "cpu") -> None:
         """What `save` wrote for this model, on any number of ranks or cache nodes; ``generate()`` of ids that
@@ -256,7 +258,9 @@ class ShardedKV(Cache):
         device: where the model computes, as a word or as torch's object.
         Raises `ArgumentError` for another model, a cache that is not empty, and as `ShardedCache.load`.
         """
-        saved.load(self, directory, unchecked, device)
+        self.device = torch.device(device)
+        with torchs_stream(self.device):
+            saved.load(self, directory, unchecked)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse copies and pickles, which would hold one rank's part alone."""
@@ -287,7 +291,8 @@ class ShardedKV(Cache):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i goes on with what row beam_idx[i] was."""
         self.owner.check()
-        super().reorder_cache(beam_idx)
+        with torchs_stream(self.device):
+            super().reorder_cache(beam_idx)
         self.origin.select(beam_idx)
 
     batch_select_indices = reorder_cache

@@ -110,7 +110,7 @@ class Plans:
                 scheme=self._reduction,
                 scale=scoring.scale,
                 rules=scoring.rules(causal),
-                device=q.device.type,
+                device=q.device,
                 cache=CacheFormat(positions="interleaved", v_dim=v_dim),
             )
             decoder.owner = self._owner
@@ -126,9 +126,7 @@ _here = _Here()
 
 
 def of(comm: Any, reduction: Reduction) -> Plans:
-    """Those over a communicator, which of several ranks is one thread's at a time."""
-    if comm.size == 1:
-        return alone()
+    """Those over a communicator of several ranks, which is one thread's at a time."""
     if reduction not in comm.kept:
         comm.kept[reduction] = Plans(comm, reduction)
     made: Plans = comm.kept[reduction]

@@ -157,13 +157,12 @@ class Dealt:
             layer.take(latents, True)
             given = (as_rows(latents.together()),) if latents else (k, v)
             layer.append(*given, tokens=self.tokens)
-        planned = {"heads": q.shape[2], "kv_heads": k.shape[2], "head_dim": q.shape[3], "v_dim": v.shape[3]}
-        planned |= {"batch": len(q), "tokens": q.shape[1], "dtype": dtype_name(query)}
-        kind = scoring, *planned.values()
+        kind = scoring, q.shape, k.shape, v.shape, q.dtype
         if kind not in self._planned:
-            how: Any = {"scale": scoring.scale, "rules": scoring.rules()}
-            how |= {"device": q.device.type, "positions": "interleaved"}
-            self._planned[kind] = Prefill(self._comm, **planned, **how)
+            how: Any = {"heads": q.shape[2], "kv_heads": k.shape[2], "batch": len(q), "tokens": q.shape[1]}
+            how |= {"head_dim": q.shape[3], "v_dim": v.shape[3], "dtype": dtype_name(q), "device": q.device}
+            how |= {"scale": scoring.scale, "rules": scoring.rules(), "positions": "interleaved"}
+            self._planned[kind] = Prefill(self._comm, **how)
         out, lse = map(as_tensor, self._planned[kind](q, k, v, begins=self._begins))
         return finished(out, lse, sinks, query.dtype)
 

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from typing import Any
 
 import torch
+
+from treeattn.backends.cuda.runtime import default_runtime
+
+
+def torchs_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Queue what is done within to the stream on which torch computes now, and not to CuPy's."""
+    if device.type == "cpu":
+        return contextlib.nullcontext()
+    return default_runtime().on_stream(torch.cuda.current_stream(device).cuda_stream)
 
 
 def as_rows(states: torch.Tensor) -> Any:

@@ -67,6 +67,7 @@ SIGNATURES: dict[str, str | None] = {
     "cuda.Event.done": None,
     "cuda.Event.record": "stream=None",
     "cuda.Event.synchronize": "",
+    "cuda.ExternalStream": "ptr, device_id=-1",
     "cuda.Graph.launch": "stream=None",
     "cuda.MemoryPointer.copy_from_host_async": "mem, size, stream=None",
     "cuda.MemoryPointer.copy_to_host_async": "mem, size, stream=None",

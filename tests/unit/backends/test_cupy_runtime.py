@@ -297,6 +297,20 @@ def test_a_stream_waits_for_the_last_one_by_an_event(cupy, runtime, log):
     assert not [entry for entry in log if entry[0] == "cuda.Stream.wait_event"]
 
 
+def test_the_stream_of_another_library_is_current_for_a_while(cupy, runtime, log):
+    """The one that is current needs no switch."""
+    cupy.answers["cuda.ExternalStream"] = MadeUpCupy("cuda.ExternalStream", cupy.answers, log)
+    with runtime.on_stream(runtime.stream):
+        assert not [entry for entry in log if "ExternalStream" in str(entry)]
+    with runtime.on_stream(runtime.stream + 1):
+        log.append("within")
+    around = log.index("within")
+    assert log[around - 2 :] == [
+        ("cuda.ExternalStream", runtime.stream + 1), "in cuda.ExternalStream",
+        "within", "out of cuda.ExternalStream",
+    ]  # fmt: skip
+
+
 def test_one_stream_is_asked_and_all_are_waited_for(cupy, runtime, log):
     assert runtime.done()
     cupy.answers["cuda.Stream.done"] = False

@@ -58,6 +58,9 @@ class LargePages:
 class Cpu(Device):
     """The processor: NumPy arrays and compiled kernels."""
 
+    def large(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return HOST.large(shape, dtype)
+
     name = "cpu"
     lse_dtypes = ("float32", "float64")
     memory = HOST

@@ -236,6 +236,12 @@ class CupyRuntime:
         event.record()
         self._uploads.append((event, staged))
 
+    def on_stream(self, stream: int) -> contextlib.AbstractContextManager[object]:
+        if stream == self.stream:
+            return contextlib.nullcontext()
+        made: contextlib.AbstractContextManager[object] = self._cuda.ExternalStream(stream)
+        return made
+
     def address(self, array: Any) -> int:
         """Where the array begins, for the device."""
         return int(array.data.ptr)

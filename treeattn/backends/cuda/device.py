@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,7 +31,7 @@ from treeattn.backends.cuda.variants import (
 )
 from treeattn.backends.device import Attention, Device
 from treeattn.collectives.runtime.memory import Memory, Stream
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, BackendError
 from treeattn.partial import Array
 
 
@@ -43,14 +45,16 @@ class Cuda(Device):
     name = "cuda"
     lse_dtypes = ("float32",)
 
-    def __init__(self, runtime: Runtime | None = None) -> None:
-        """`runtime` None: CuPy's current device. Raises `BackendError` where there is none, `ArgumentError`
-        for a setting of the environment that cannot be read."""
+    def __init__(self, runtime: Runtime | None = None, *, of_torch: bool = False) -> None:
+        """`runtime` None: CuPy's current device. of_torch: caches take memory of torch's pool. Raises
+        `BackendError` where there is none, `ArgumentError` for a setting of the environment that cannot be
+        read."""
         wanted = os.environ.get("TREEATTN_TENSOR_CORES", "1")
         if wanted not in ("0", "1"):
             raise ArgumentError(f"TREEATTN_TENSOR_CORES={wanted}: use 0 or 1")
         self.runtime = default_runtime() if runtime is None else runtime
         self._tensor_cores = wanted == "1" and self.runtime.tensor_cores
+        self._of_torch = of_torch
         self._admitted: tuple[Any, ...] = (None,) * 3
         self._lengths: Any = None
         self._block_tables = BlockTables(self.runtime)
@@ -58,6 +62,20 @@ class Cuda(Device):
     @property
     def memory(self) -> Memory:
         return self.runtime
+
+    def large(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Of torch's pool where torch is the caller: a model that fills the GPU leaves no room to another."""
+        if not self._of_torch:
+            return self.runtime.empty(shape, dtype)
+        torch, size = sys.modules["torch"], math.prod(shape) * np.dtype(dtype).itemsize
+        device = torch.device("cuda", self.runtime.index)
+        try:
+            room = torch.empty(max(1, size), dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            said = str(error).partition("\n")[0]
+            raise BackendError(f"out of GPU memory: {said}; use a smaller cache, or more ranks") from error
+        array: Array = self.runtime.borrow(room)[:size].view(dtype).reshape(shape)
+        return array
 
     @property
     def stream(self) -> Stream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -65,6 +66,9 @@ class Runtime(PeerMemory, Protocol):
 
     def upload(self, into: Array, source: Array) -> None:
         """Queue a copy from a NumPy array, which may change as soon as this returns. Both C-contiguous."""
+
+    def on_stream(self, stream: int) -> contextlib.AbstractContextManager[object]:
+        """Queue to this stream, of whatever library, what is queued within."""
 
     def holds(self, array: Array) -> bool:
         """Whether `array` is a device array."""
