@@ -247,7 +247,7 @@ def _show(made: Report, rows: list[SimulatedRow], late: Arrivals, same: str | No
         made.line(f"times from the first entry on, with arrivals {late.text}; below, ranks enter together")
     if same:
         made.line(same)
-    made.line(intervals.words(fastest.simulation.cluster))
+    made.line(intervals.words(fastest.simulation.cluster, ((row.scheme, row.estimate) for row in rows)))
     if fastest.step is None:
         made.line("NIC: bytes of the card that sends most")
     made.line(f"floor, what no scheme is faster than: {microseconds(fastest.simulation.bound)} µs")
@@ -256,7 +256,7 @@ def _show(made: Report, rows: list[SimulatedRow], late: Arrivals, same: str | No
         made.line(f"whole step: {both}; kv_ring {step.kv_ring:,.0f} µs, query_ring {step.query_ring:,.1f} µs")
     path = critical_path(fastest.simulation)
     made.line(f"{fastest.scheme}: {in_words(path)}")
-    if share := assumed_share(path):
+    if (share := assumed_share(path)) >= 0.005:
         made.line(f"*: by prices that are assumed, not measured; they make {share:.0%} of this time")
 
 

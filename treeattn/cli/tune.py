@@ -93,7 +93,7 @@ def command(
     made.line(
         f"\n{len(everything)} candidates; shown is what none beats in time, bytes of the busiest NIC and bits"
     )
-    made.line(intervals.words(named.cluster))
+    made.line(intervals.words(named.cluster, ((one.name, sure[id(one)]) for one in best)))
     made.line("bits: always, by any merge that commutes; in order, where ranks fold in one order, as here")
     if share:
         made.line(f"assumed prices: {share:.0%} of the fastest's time")

@@ -11,7 +11,7 @@ runs that it knew nothing of. Arrivals, if they differ by chance, are drawn alon
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -47,7 +47,7 @@ BLIND = Blind(0.195, 0.433, 0.161)
 
 class Estimate(msgspec.Struct, frozen=True):
     """Microseconds that a schedule takes, and its ratio to the baseline; low and high: the ends of their
-    intervals."""
+    intervals. assumed_decides: whether assumed prices, within their factor, decide which is faster."""
 
     time: float
     low: float
@@ -55,6 +55,7 @@ class Estimate(msgspec.Struct, frozen=True):
     ratio: float
     ratio_low: float
     ratio_high: float
+    assumed_decides: bool = False
 
     @property
     def is_baseline(self) -> bool:
@@ -77,7 +78,7 @@ class Estimate(msgspec.Struct, frozen=True):
         return None if self.is_baseline else f"{self.ratio_low:.2f} to {self.ratio_high:.2f}"
 
 
-UNKNOWN = Estimate(*[math.nan] * 6)
+UNKNOWN = Estimate(math.nan, math.nan, math.nan, math.nan, math.nan, math.nan)
 
 
 def estimates(
@@ -94,6 +95,7 @@ def estimates(
     factors = np.exp(ASSUMED * chance.standard_normal((_MACHINES, len(unsure))))
     found = np.log(np.maximum(known + paid.sum(1), _LEAST))
     logs = np.log(np.maximum(known + factors @ paid.T, _LEAST))  # of each machine, each schedule
+    first, last = np.quantile(logs - logs[:, [np.argmin(found)]], (0.025, 0.975), axis=0)
     if drawn:
         steps = np.log(np.maximum(drawn, _LEAST))
         logs += steps.T[chance.integers(steps.shape[1], size=_MACHINES)] - found
@@ -102,8 +104,9 @@ def estimates(
     base = int(np.argmin(found))
     low, high = np.exp(np.quantile(logs, (0.025, 0.975), axis=0))
     ratios = np.exp(np.quantile(logs - logs[:, base : base + 1], (0.025, 0.975), axis=0))
-    rows = np.stack([np.exp(found), low, high, np.exp(found - found[base]), *ratios])
-    return [Estimate(*row) for row in rows.T.tolist()]
+    decided = (first < 0) & (last > 0)
+    columns = (np.exp(found), low, high, np.exp(found - found[base]), *ratios, decided)
+    return [Estimate(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
 
 
 def _missed(cluster: Cluster, chance: np.random.Generator, schedules: int) -> NDArray[np.float64]:
@@ -117,15 +120,18 @@ def _missed(cluster: Cluster, chance: np.random.Generator, schedules: int) -> ND
     return missed + alone * chance.standard_normal((_MACHINES, schedules))
 
 
-def words(cluster: Cluster) -> str:
-    """What the intervals account for, in a sentence."""
+def words(cluster: Cluster, of: Iterable[tuple[str, Estimate]] = ()) -> str:
+    """What the intervals account for, in a sentence; and of which schemes assumed prices alone decide whether
+    they are faster than the fastest."""
+    turned = ", ".join(name for name, one in of if one.assumed_decides)
+    decided = f"; assumed prices alone decide whether the fastest is faster than {turned}" if turned else ""
     text = "95 % intervals hold errors of prices, those assumed within a factor of 2, and "
     if cluster.scatter is not None:
         drift = f", {cluster.drift:.0%} all by drift" if cluster.drift else ""
-        return f"{text}what predictions on {cluster.name} miss: each {cluster.scatter:.0%}{drift}"
+        return f"{text}what predictions on {cluster.name} miss: each {cluster.scatter:.0%}{drift}{decided}"
     return (
         f"{text}what this model misses of published runs that it knew nothing of: half are off by "
-        f"{BLIND.median:.0%}, one in ten by more than {BLIND.p90:.0%} (docs/predicted.md)"
+        f"{BLIND.median:.0%}, one in ten by more than {BLIND.p90:.0%} (docs/predicted.md){decided}"
     )
 
 

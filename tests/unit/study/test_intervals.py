@@ -17,7 +17,7 @@ from treeattn.collectives.clusters.description import Cluster, Executor, Tier
 from treeattn.collectives.clusters.placement import block, node_groups
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.schedule import Payload
-from treeattn.study.intervals import ASSUMED, DRAWS, estimates
+from treeattn.study.intervals import ASSUMED, DRAWS, estimates, words
 
 
 def machine(scatter=0.0, drift=0.0, assumed=()):
@@ -76,6 +76,17 @@ def test_arrivals_are_drawn():
     assert first.time == pytest.approx(10 * exp(0.15))
     assert width(first.low, first.high) == pytest.approx(0.15)
     assert (second.ratio_low, second.ratio_high) == (pytest.approx(2), pytest.approx(2))
+
+
+def test_an_order_that_an_assumed_price_decides_is_said():
+    """Of three with about one time: twice the price turns the order of two, and never that of the third."""
+    paid = [{("a", True): 10.0}, {("a", True): 4.0, ("b", False): 6.5}, {("a", True): 10.5}]
+    found = list(zip(("first", "second", "third"), estimates(machine(), list(map(Cost, paid))), strict=True))
+    assert [one.assumed_decides for _, one in found] == [False, True, False]
+    assert words(machine(), found).endswith(
+        "; assumed prices alone decide whether the fastest is faster than second"
+    )
+    assert "alone" not in words(machine(), [(name, one) for name, one in found if name != "second"])
 
 
 def scaled(part, factors):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tests.support.drawn import sample
 from treeattn.collectives import build
 from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.critical_path import assumed_share, critical_path
 from treeattn.collectives.clusters.placement import block, node_groups
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.schedule import Payload
@@ -80,3 +85,57 @@ def test_the_ranking_of_every_size(size):
         assert one == pytest.approx(other, rel=most)
     ranking = sorted(range(3), key=ISLANDS[size].__getitem__)
     assert sorted(range(3), key=predicted.__getitem__) == ranking
+
+
+# One-shot kernels of 512 bytes on 2, 4, 8 H100, without a graph: sgl-project/sglang#2904.
+ONE_SHOT = {2: 3.7, 4: 4.8, 8: 5.9}
+
+
+@pytest.mark.parametrize("ranks", ONE_SHOT)
+def test_a_one_shot_kernel_takes_what_was_published(ranks):
+    cluster = description.load("dgx-h100")
+    found = simulate(build("all_gather_merge", ranks), cluster, tuple(range(ranks)), Payload(1, 512), "peer")
+    assert found.time == pytest.approx(ONE_SHOT[ranks], rel=0.1)
+
+
+PRICES = {
+    "latency", "overhead", "gap", "bandwidth", "read_latency", "read_bandwidth", "taper", "shared_gap",
+    "shared_bandwidth", "memory", "call", "round", "far_round", "message", "merge_bandwidth",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", description.shipped())
+def test_every_price_has_a_source_or_is_assumed(name):
+    """A source is a comment on its line; a price of nothing needs none."""
+    text = (Path(description.__file__).parent / f"{name}.toml").read_text()
+    assert "assumed" in text
+    for table in re.split(r"^\[+[\w.]+\]+", text, flags=re.MULTILINE):
+        assumed = " ".join(re.findall(r"^assumed = .*", table, re.MULTILINE))
+        for field, price, source in re.findall(r"^(\w+) = ([\d.]+)[ \t]*(#?)", table, re.MULTILINE):
+            if field in PRICES and float(price):
+                assert source or f'"{field}"' in assumed, f"{field} = {price}"
+
+
+def dearer(part, by):
+    """A tier or an executor whose assumed prices are higher by a factor; rates are lower."""
+    fields = {field: getattr(part, field) for field in part.assumed if field != "protocols"}
+    rates = ("bandwidth", "read_bandwidth", "merge_bandwidth", "shared_bandwidth")
+    return structs.replace(part, **{f: v / by if f in rates else v * by for f, v in fields.items()})
+
+
+@pytest.mark.parametrize(
+    ("name", "percent"), [("dgx-h100", 0), ("frontier", 80), ("mi300x", 52), ("lumi", 24)]
+)
+def test_the_share_of_assumed_prices(name, percent):
+    """By what a time grows if they do, of recursive doubling on 64 ranks."""
+    cluster, schedule = description.load(name), build("recursive_doubling", 64)
+    places, step = block(cluster, 64), 1e-3
+    wrong = structs.replace(
+        cluster,
+        tiers=tuple(dearer(tier, 1 + step) for tier in cluster.tiers),
+        executors={of: dearer(executor, 1 + step) for of, executor in cluster.executors.items()},
+    )
+    found = simulate(schedule, cluster, places)
+    share = (simulate(schedule, wrong, places).time / found.time - 1) / step
+    assert round(100 * share) == percent
+    assert assumed_share(critical_path(found)) == pytest.approx(share, abs=0.02)
