@@ -54,7 +54,8 @@ def measure(folder: Path, ranks: int, schemes: list[str], seconds: float, repeti
     lines.unlink(missing_ok=True)
     mpi(ranks, "calibrate", "--out", cluster, "--json", folder / "probes.json")
     mpi(ranks, "compare", "--schemes", ",".join(schemes), "--bytes", ",".join(map(str, SIZES)),
-        "--cluster", cluster, "--seconds", seconds, "--repetitions", repetitions, "--out", lines)  # fmt: skip
+        "--head-dim", 128, "--cluster", cluster, "--seconds", seconds, "--repetitions", repetitions,
+        "--out", lines)  # fmt: skip
     subprocess.run([*TREEATTN, "plot", lines, "--figures", "predicted", "--format", "png", "--out", folder],
                    check=True)  # fmt: skip
 

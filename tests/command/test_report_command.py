@@ -118,12 +118,13 @@ def test_one_ratio_from_an_own_schedule_to_the_report(tmp_path):
     simulated = json.loads(facts.read_text())
     assert done.stdout.startswith("fastest here: mine@")
     assert " ".join(simulated["headline"].split()) in " ".join(done.stdout.split())
-    schemes = f"{own},ring,chain,recursive_doubling"
+    schemes = f"{own},ring,chain,recursive_doubling,mpi_allreduce"
     done = treeattn("compare", "--schemes", schemes, "--bytes", "1Ki", "--repetitions", 6, "--seconds", 0.01,
                     "--out", lines, "--json", facts, ranks=3)  # fmt: skip
     found = json.loads(facts.read_text())
     in_process("report", lines, "--out", page)
     in_process("plot", lines, "--out", tmp_path / "figures", "--figures", "relative", "--json", drawn)
+    assert {one["bytes"] for one in found["summaries"]} == {1024}
     ((case, headline),) = found["headlines"].items()
     assert " ".join(done.stdout.split()).startswith(f"{case}: {headline}")
     text = page.read_text()

@@ -63,16 +63,19 @@ class Shape:
                 f"{self.heads} query heads cannot be grouped over {self.kv_heads} KV heads: "
                 "heads must be a multiple of kv_heads"
             )
-        for name, value in (("head_dim", self.head_dim), ("v_dim", self.v_dim)):
-            if value % 8 or value > MAX_HEAD_DIM:
-                raise ArgumentError(
-                    f"{name} {value} is not supported: use a multiple of 8 up to {MAX_HEAD_DIM}"
-                )
+        self._check_widths()
         for name in ("dtype", "kv_dtype"):
             object.__setattr__(self, name, dtype_word(getattr(self, name)))
         if self.dtype not in DTYPES:
             raise ArgumentError(f"dtype {self.dtype!r:.60} is not supported: use one of {', '.join(DTYPES)}")
         self._check_cache_dtype()
+
+    def _check_widths(self) -> None:
+        for name, value in (("head_dim", self.head_dim), ("v_dim", self.v_dim)):
+            if value % 8 or value > MAX_HEAD_DIM:
+                raise ArgumentError(
+                    f"{name} {value} is not supported: use a multiple of 8 up to {MAX_HEAD_DIM}"
+                )
 
     def _check_cache_dtype(self) -> None:
         object.__setattr__(self, "kv_dtype", self.kv_dtype or self.dtype)

@@ -53,12 +53,12 @@ def _numbers(
 @click.option("--schemes", default="all", metavar="S[,S..]",
               help="Scheme strings, such as k_nomial_tree:radix=4; FILE.json; all.")  # fmt: skip
 @_numbers("seq-len", None, "Whole steps with so many tokens over all ranks; k = 1000, Ki = 1024.")
-@_numbers("bytes", None, "The reduction alone, of about so many bytes: of as many heads.")
+@_numbers("bytes", None, "The reduction alone, of so many bytes: of as many heads as make them.")
 @_numbers("batch", "1")
 @_numbers("queries", "1")
 @_numbers("heads", None, "Of whole steps; default 16.")
 @_numbers("kv-heads", None, "Default as many as heads.")
-@_numbers("head-dim", "128")
+@_numbers("head-dim", None, "Default 128; with --bytes 126, which makes records of 512 bytes.")
 @click.option("--dtype", callback=options.read(choices(DTYPES)), default="bfloat16", metavar="D[,D..]",
               help=f"Of q, k and v: {', '.join(DTYPES)}.")  # fmt: skip
 @options.DEVICE
@@ -154,12 +154,13 @@ def _keys(
         tokens, sizes = (4096, 65536), (8192,)
     if not tokens and (lists["heads"] or lists["kv_heads"]):
         raise ArgumentError("--heads, --kv-heads are of whole steps: --bytes says how many a reduction has")
-    shared = lists["dtype"], lists["batch"], lists["queries"], lists["head_dim"]
+    shared = lists["dtype"], lists["batch"], lists["queries"]
+    widths = lists["head_dim"] or [126], lists["head_dim"] or [128]
     cases: list[tuple[Any, ...]] = []
-    for size, dtype, batch, queries, head_dim in itertools.product(sizes or (), *shared):
+    for size, dtype, batch, queries, head_dim in itertools.product(sizes or (), *shared, widths[0]):
         heads, dim = _shape_of_bytes(size / (8 if dtype == "float64" else 4) / (batch * queries), head_dim)
         cases.append(("reduce", 0, batch, queries, heads, heads, dim, dtype))
-    for length, dtype, batch, queries, head_dim in itertools.product(tokens or (), *shared):
+    for length, dtype, batch, queries, head_dim in itertools.product(tokens or (), *shared, widths[1]):
         for heads, kv_heads in itertools.product(lists["heads"] or [16], lists["kv_heads"] or [0]):
             cases.append(("decode", length, batch, queries, heads, kv_heads or heads, head_dim, dtype))
     for what, *shape in dict.fromkeys(cases):
@@ -179,7 +180,7 @@ def _keys(
 def _shape_of_bytes(elements: float, head_dim: int) -> tuple[int, int]:
     """As many heads as come nearest, or one of fewer elements where that is less than one."""
     heads = round(elements / (head_dim + 2))
-    return (heads, head_dim) if heads else (1, max(8, 8 * round((elements - 2) / 8)))
+    return (heads, head_dim) if heads else (1, max(6, 8 * round(elements / 8) - 2))
 
 
 def _job(world: MpiCommunicator, device: Any, shared: str | None) -> dict[str, Any]:

@@ -133,14 +133,22 @@ class LocalPlan:
         watchdog.limit()
         self._agreed, self.comm, self.request = agreed, agreed.comm, request
         device, shape = request.device, request.shape
-        device.check_shape(shape)
+        self.check_shape()
         self._operator = device.merge_operator(shape.v_dim, shape.record_dtype)
         self._buffers = buffers = Buffers(request, self.comm, self._operator)
         self._mask = MaskPlan(request.rules, shape)
         self._tables = self._mask.tables() if request.rules.by_tables else None
-        self._attend = None if request.attends_by_reducer else _attention(request, buffers, self._tables)
+        self._attend = None if request.attends_by_reducer else self.attention()
         self._finish = device.finish(buffers.own, buffers.out, buffers.lse)
         agreed.must_match, agreed.share = request.settings, (device.slow_because(), request.declared)
+
+    def check_shape(self) -> None:
+        """Raise what the device has against the shape."""
+        self.request.device.check_shape(self.request.shape)
+
+    def attention(self) -> Attention:
+        """What writes this rank's records."""
+        return _attention(self.request, self._buffers, self._tables)
 
     def complete(self) -> Plan:
         """The plan, once all ranks have agreed. Collective."""

@@ -7,6 +7,9 @@ from types import SimpleNamespace
 import made_results
 import pytest
 
+from treeattn.backends import cpu
+from treeattn.backends.cpu.records import MergeOperator
+from treeattn.cli import compare
 from treeattn.errors import ArgumentError
 from treeattn.study.compare import measure, steps, sweep
 from treeattn.study.compare.measure import Budget
@@ -97,9 +100,20 @@ def test_what_was_handed_over_by_tier(sent, groups, found):
     assert measure.handed_over(ranks, sent[0], groups) == found
 
 
+@pytest.mark.parametrize("size", [1 << bits for bits in range(5, 21)])
+def test_a_power_of_two_is_a_message_of_so_many_bytes(size):
+    """Which joins the tables of other benchmarks; and the library's own reduction has an operator for it."""
+    heads, head_dim = compare._shape_of_bytes(size / 4, 126)
+    (key,) = made_results.keys(["ring"], [0], heads=heads, kv_heads=heads, head_dim=head_dim)
+    assert key.record_bytes == size
+    assert steps.shape_of(key).lse_shape == (1, heads, 1)
+    if cpu.compiled_kernels_problem() is None:
+        assert MergeOperator(head_dim).mpi_function()
+
+
 def test_a_librarys_sum_is_planned_over_its_own_transport(monkeypatch):
     monkeypatch.setattr(steps, "library_sum", lambda key, spec: f"the sum over {key.transport}")
-    local = object.__new__(steps._LocalSum)
+    local = object.__new__(steps._LocalPlan)
     (local.key,) = made_results.keys([SUM], [0], device="cuda", transport="nccl")
     assert local.reduction(None) == (None, "nccl", "the sum over nccl")
 

@@ -132,7 +132,7 @@ class MergeOperator:
         if address is None:
             raise BackendError(
                 f"no compiled MPI operator for head_dim {self._dim}, only for multiples of 8 up to "
-                f"256 and for 512{_NEEDED}"
+                f"256, for those less 2 up to 126, and for 512{_NEEDED}"
             )
         return address
 

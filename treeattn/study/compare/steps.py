@@ -1,5 +1,5 @@
-"""What is measured, as decoders: any scheme, and as a yardstick a library's own sum of as many bytes over the
-same wire."""
+"""What is measured, as planned steps: any scheme, and as a yardstick a library's own sum of as many bytes
+over the same wire."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from treeattn.attention.shape import Shape
 from treeattn.backends import device as devices
+from treeattn.backends.device import Attention
 from treeattn.collectives.runtime.memory import HOST, Memory
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder import Decoder
 from treeattn.decoder.plan import LocalPlan
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.request import Reduction, Request
@@ -91,30 +91,59 @@ def _nccl_sum(reduction: ReductionSpec, mine: Array) -> Reducer:
     return CudaGraphReducer(SUM, connected, reduction.memory, lambda: connected.all_reduce(mine, "sum"))
 
 
-class _LocalSum(LocalPlan):
-    """A plan whose records a library adds up, whatever its request says."""
+class _LocalPlan(LocalPlan):
+    """A plan of `key`, of which a library's sum adds up the records, whatever its request says. Records that
+    are only reduced may have any width, since nothing attends."""
 
-    key: Key
+    def __init__(self, agreed: Agreement, request: Request, key: Key) -> None:
+        self.key = key
+        super().__init__(agreed, request)
 
-    def reduction(self, spec: ReductionSpec) -> tuple[None, str, Reducer]:
-        return None, self.key.transport, library_sum(self.key, spec)
+    def check_shape(self) -> None:
+        if self.key.what == "decode":
+            super().check_shape()
+
+    def attention(self) -> Attention:
+        return super().attention() if self.key.what == "decode" else _Nothing()
+
+    def reduction(self, spec: ReductionSpec) -> tuple[Schedule | None, str, Any]:
+        if self.key.scheme == SUM:
+            return None, self.key.transport, library_sum(self.key, spec)
+        return super().reduction(spec)
+
+
+class _Nothing:
+    """Leaves the records as they are."""
+
+    compiled = False
+
+    def __call__(self, *_: object) -> None:
+        """Attend to nothing."""
+
+
+class _Records(Shape):
+    """Of a reduction alone."""
+
+    def _check_widths(self) -> None:
+        """Every width can be reduced."""
 
 
 def shape_of(key: Key) -> Shape:
     """The shape of a key's q, k and v. Raises `ArgumentError`."""
-    return Shape(key.batch, key.queries, key.heads, key.kv_heads, key.head_dim, key.dtype)
+    kind = Shape if key.what == "decode" else _Records
+    return kind(key.batch, key.queries, key.heads, key.kv_heads, key.head_dim, key.dtype)
 
 
 def plan(comm: MpiCommunicator, key: Key, user_schedules: Mapping[str, Schedule]) -> PlannedDecode:
     """A planned step of the scheme of `key`, perhaps one of `user_schedules`, by name. Collective; raises
     what `Decoder` raises, on every rank."""
+    how = Reduction("chain")  # of a library's sum: what excludes nothing
     if key.scheme != SUM:
         scheme = user_schedules.get(key.scheme, key.scheme)
         output = "heads" if select(scheme).row.scattered else "replicated"
         how = Reduction(scheme, key.transport, output=output)
-        return Decoder(comm, **shape_of(key).plain, scheme=how, device=key.device)
     with Agreement(comm) as agreed:
-        asked = shape_of(key), Reduction("chain"), select("chain"), None, devices.find(key.device)
-        local = _LocalSum(agreed, Request(*asked))
-        local.key = key
+        assert how.scheme is not None
+        request = Request(shape_of(key), how, select(how.scheme), None, devices.find(key.device))
+        local = _LocalPlan(agreed, request, key)
     return PlannedDecode(local.complete())
