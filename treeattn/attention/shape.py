@@ -125,14 +125,10 @@ class Shape:
         """The shape of lse: [batch, heads, queries]."""
         return (self.batch, self.heads, self.queries)
 
-    def default_scale(self) -> float:
-        """The usual factor of the logits, 1 / sqrt(head_dim)."""
-        return 1.0 / math.sqrt(self.head_dim)
-
     def logit_scale(self, given: float | None) -> float:
-        """As given, or the default. Raises `ArgumentError` unless the records' type can hold it."""
+        """As given, or 1 / sqrt(head_dim). Raises `ArgumentError` unless the records' type can hold it."""
         if given is None:
-            return self.default_scale()
+            return 1.0 / math.sqrt(self.head_dim)
         try:
             value = math.nan if isinstance(given, bool | np.bool_) else float(given)
         except (TypeError, ValueError, OverflowError):

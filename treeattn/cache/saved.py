@@ -69,7 +69,7 @@ class Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
     @property
     def held(self) -> dict[str, Any]:
-        """What `treeattn.cache.placement.LayerPlan.of` takes of it."""
+        """What a `ShardedCache` for it is made with."""
         names = "kv_heads", "head_dim", "dtype", "v_dim", "k_scale", "v_scale"
         return {"batch": len(self.totals), **{name: getattr(self, name) for name in names}}
 

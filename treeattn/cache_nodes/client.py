@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     from mpi4py.MPI import Intracomm
 
-__all__ = ["CacheNodes", "connect"]
-
 _open: list[CacheNodes] = []  # the one of this process
 
 

@@ -13,8 +13,6 @@ from treeattn.errors import ANOTHER_PROCESS, StateError
 from treeattn.mpi import job, library
 from treeattn.mpi.communicators import MpiCommunicator, collectively, exchange
 
-__all__ = ["NodeLink"]
-
 
 class NodeLink:
     """Sends what the nodes are to do. busy: whether a step is under way, of which they wait for the rest.

@@ -10,8 +10,6 @@ import numpy as np
 from treeattn.errors import ArgumentError, TransportError
 from treeattn.partial import Array
 
-__all__ = ["Call", "LayerStep", "NodeMessage", "array_of", "bytes_of", "decode", "encode"]
-
 
 class LayerStep(msgspec.Struct, tag=1, array_like=True, frozen=True):
     """cache, layer: whose step it is. view: how it attends, a number of `RemoteCache`; None: not at all.

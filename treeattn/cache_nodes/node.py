@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from treeattn.cache.sharded import CacheLayer
 
-__all__ = ["serve"]
-
 
 def serve(comm: Intracomm | None = None) -> Node:
     """Be a cache node until the model process, rank 0, ends it. Every rank but 0 calls, as rank 0 `connect`.

@@ -27,8 +27,6 @@ from treeattn.partial import Array
 from treeattn.token_tree.tree import TokenTree
 from treeattn.token_tree.verify import blank_pads, check_tree
 
-__all__ = ["RemoteCache"]
-
 _MOST_QUERIES = 512  # in one step: a longer prompt goes in pieces of so many, then of smaller powers of two
 _CAUSAL = Rules(causal=True)
 

@@ -14,8 +14,6 @@ from treeattn.mpi import library
 from treeattn.mpi.communicators import MpiCommunicator, collectively
 from treeattn.selection import select
 
-__all__ = ["Tree", "meet"]
-
 _TAG = 1
 # A model computes between its layers: a node looks without a pause for so long, and then less and less often.
 _EAGER, _PATIENT = 20e-3, 5.0

@@ -16,8 +16,6 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder, Reduction
 from treeattn.partial import Array
 
-__all__ = ["CachePlan", "View", "ViewAttention"]
-
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:

@@ -106,14 +106,14 @@ def prefill(
                     f"{list(given[0].shape)}: q, k and v are of one type and of the same tokens"
                 )
         batch, tokens, heads, head_dim = given[0].shape
-        plan: dict[str, Any] = {"batch": batch, "heads": heads, "head_dim": head_dim, "device": place.name}
-        plan |= {"kv_heads": given[1].shape[2], "v_dim": given[2].shape[3]}
-        plan["dtype"] = query_dtype(given[0])
-        if given[1].shape[3] != head_dim:
-            raise ArgumentError(f"k has heads of {given[1].shape[3]}, q of {head_dim}: they must be the same")
+        kv_heads, width = given[1].shape[2:]
+        if width != head_dim:
+            raise ArgumentError(f"k has heads of {width}, q of {head_dim}: they must be the same")
+        shape: dict[str, Any] = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "batch": batch}
+        shape |= {"dtype": query_dtype(given[0]), "v_dim": given[2].shape[3]}
     settings: dict[str, Any] = {"positions": positions, "scale": scale, "rules": rules}
-    settings["reproducible"] = reproducible
-    with Prefill(comm, tokens=tokens, **settings, **plan) as planned:
+    settings |= {"device": place.name, "reproducible": reproducible}
+    with Prefill(comm, tokens=tokens, **shape, **settings) as planned:
         return arrays.give(planned(*given, begins=begins), q)
 
 

@@ -79,7 +79,7 @@ def decode_inputs(comm: MpiCommunicator, key: Key) -> Inputs:
     draw = np.random.default_rng([_SEED, comm.rank])
     period = (key.batch, min(tokens, PERIOD), key.kv_heads, key.head_dim)
     k, v = (draw.standard_normal(period, np.float32).astype(dtype) for _ in "kv")
-    partials = comm.gather(_repeated_partials(q, k, v, tokens, shape.default_scale()), root=0)
+    partials = comm.gather(_repeated_partials(q, k, v, tokens, shape.logit_scale(None)), root=0)
     device = devices.find(key.device)
 
     def placed() -> list[Array]:
