@@ -40,7 +40,8 @@ __global__ void __launch_bounds__(Shape::THREADS) attention_mma(const AttentionA
   static_assert(HEAD_DIM % (16 * Shape::CHANNELS) == 0 && V_DIM % (16 * Shape::CHANNELS) == 0 && TOKENS % 16 == 0,
                 "each warp has whole matrices");
   static_assert(BYTES + PART_BYTES - IN_TILES + TILE_BYTES >= ROWS * PADDED * sizeof(T), "q goes through a tile");
-  static_assert(BYTES >= sizeof(float) * Readers<V_DIM, ROWS>::SHARED, "the merge of splits reuses the tiles");
+  static_assert(BYTES >= sizeof(float) * Readers<V_DIM, ROWS, Shape::THREADS>::SHARED,
+                "the merge of splits reuses the tiles");
   DYNAMIC_SHARED(unsigned char, shared);
   const Tiles<T, PADDED, SOURCES, TILE> tiles{reinterpret_cast<T *>(shared + NARROW_BYTES)};
   Stages<Cache, HEAD_DIM, NARROW ? HEAD_DIM : PADDED, SOURCES, TILE, STAGES, Shape::THREADS> stages;
@@ -194,5 +195,5 @@ __global__ void __launch_bounds__(Shape::THREADS) attention_mma(const AttentionA
   int part;
   const Parts to = find_part<V_DIM, ROWS>(a, w, part);
   merge_block<V_DIM, ROWS, Shape::TOKENS, PITCH>(a, w, to, part, numerators, maxima, denominators);
-  combine<V_DIM, ROWS>(a, w, reinterpret_cast<Floats *>(shared));
+  combine<V_DIM, ROWS, Shape::THREADS>(a, w, reinterpret_cast<Floats *>(shared));
 }

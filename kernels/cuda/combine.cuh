@@ -19,12 +19,13 @@ constexpr int MAX_PARTIALS = 1024;
 
 template <int HEAD_DIM> constexpr bool MERGED_APART = HEAD_DIM > 256;
 
-// Rows of a tile are merged 16 at a time, CHANNELS of them; a reader asks for AT_ONCE parts at a time.
-template <int CHANNELS, int TILE_ROWS, int AT_ONCE = 4> struct Readers {
-  static constexpr int ROWS = TILE_ROWS < 16 ? TILE_ROWS : 16, BATCH = AT_ONCE;
+// Rows of a tile are merged 16 at a time, CHANNELS of them, by THREADS_OF_BLOCK; a reader asks for BATCH parts at a
+// time: each batch is a trip to the second level of caches and back, and a tile of 16 splits is one or two.
+template <int CHANNELS, int TILE_ROWS, int THREADS_OF_BLOCK = THREADS> struct Readers {
+  static constexpr int ROWS = TILE_ROWS < 16 ? TILE_ROWS : 16, BATCH = 8, BLOCK = THREADS_OF_BLOCK;
   static constexpr int COLUMNS = CHANNELS / 4;
   static constexpr int LANES = power_of_two_from(COLUMNS); // head_dim 80 and 96 leave some idle
-  static constexpr int COUNT = THREADS / LANES;
+  static constexpr int COUNT = BLOCK / LANES;
   static constexpr int PARTIALS = ROWS * MAX_SPLITS < MAX_PARTIALS ? ROWS * MAX_SPLITS : MAX_PARTIALS;
   static constexpr int SUMS = COUNT * ROWS * CHANNELS;
   static constexpr int SHARED = PARTIALS + (SUMS > PARTIALS ? SUMS : PARTIALS); // floats that `combine` needs
@@ -87,10 +88,10 @@ __device__ __forceinline__ void load_parts(Floats (&to)[BATCH], const Floats *co
 }
 
 // Turns the maxima of all parts, [rows][count] in shared memory, into their weights, and adds up what they weigh.
-template <int ROWS>
+template <int ROWS, int BLOCK>
 __device__ __forceinline__ void weigh_parts(int rows, int count, float *maxima, const float *denominators,
                                             State *merged) {
-  constexpr int LANES = THREADS / ROWS < 32 ? THREADS / ROWS : 32; // of a row: all rows are weighed at once
+  constexpr int LANES = BLOCK / ROWS < 32 ? BLOCK / ROWS : 32; // of a row: all rows are weighed at once
   const int row = threadIdx.x / LANES, lane = threadIdx.x % LANES;
   const int begin = row * count, end = row < rows ? begin + count : begin;
   State state = {negative_infinity(), 0.0f};
@@ -114,7 +115,8 @@ template <int HEAD_DIM, int TILE_ROWS, typename R>
 __device__ __forceinline__ void merge_parts(const AttentionArguments &a, const Work &w, const Parts &from,
                                             const Parts &to, int part, int first_row, int first_column,
                                             Floats *shared) {
-  constexpr int ROWS = R::ROWS, PITCH = HEAD_DIM / 4, BATCH = R::BATCH, STATES = R::PARTIALS / THREADS;
+  constexpr int ROWS = R::ROWS, PITCH = HEAD_DIM / 4, BATCH = R::BATCH, BLOCK = R::BLOCK;
+  constexpr int STATES = R::PARTIALS / BLOCK;
   const int rows = min(ROWS, w.tile_rows - first_row), first_part = first_row * from.count;
   __shared__ State merged[ROWS];
   float *weights = reinterpret_cast<float *>(shared), *denominators = weights + R::PARTIALS;
@@ -126,21 +128,21 @@ __device__ __forceinline__ void merge_parts(const AttentionArguments &a, const W
   State states[STATES] = {};
 #pragma unroll
   for (int i = 0; i < STATES; ++i)
-    if (i * THREADS + (int)threadIdx.x < partials)
-      states[i] = load_fresh(from.states + first_part + i * THREADS + threadIdx.x);
+    if (i * BLOCK + (int)threadIdx.x < partials)
+      states[i] = load_fresh(from.states + first_part + i * BLOCK + threadIdx.x);
   Floats batch[BATCH] = {};
   const Floats *numerators = from.numerators + first_part * PITCH + first_column + column;
   const int end = reads ? partials : 0;
   load_parts<PITCH>(batch, numerators, reader, stride, end);
 #pragma unroll
   for (int i = 0; i < STATES; ++i) {
-    const int at = i * THREADS + threadIdx.x;
+    const int at = i * BLOCK + threadIdx.x;
     if (at >= partials) break;
     weights[at] = states[i].maximum;
     denominators[at] = states[i].denominator;
   }
   __syncthreads(); // all states are there
-  weigh_parts<ROWS>(rows, from.count, weights, denominators, merged);
+  weigh_parts<ROWS, BLOCK>(rows, from.count, weights, denominators, merged);
   __syncthreads(); // all weights are there, and nobody reads denominators any more
 
   int row = 0, row_end = from.count;
@@ -165,7 +167,7 @@ __device__ __forceinline__ void merge_parts(const AttentionArguments &a, const W
   }
   if (reads) sums[(reader * ROWS + row) * R::COLUMNS + column] = sum;
   __syncthreads(); // all sums are there
-  for (int e = threadIdx.x; e < rows * R::COLUMNS; e += THREADS) {
+  for (int e = threadIdx.x; e < rows * R::COLUMNS; e += BLOCK) {
     const int in_pass = e / R::COLUMNS, index = (first_column + e % R::COLUMNS) * 4;
     Floats value = sums[e];
     for (int i = 1; i < stride; ++i) add_scaled(value, 1.0f, sums[i * ROWS * R::COLUMNS + e]);
@@ -175,10 +177,10 @@ __device__ __forceinline__ void merge_parts(const AttentionArguments &a, const W
 
 // Every thread of every block calls this after it stored its partials at `find_part`.
 // `shared`: Readers::SHARED floats of shared memory, which all threads have done with.
-template <int HEAD_DIM, int ROWS>
+template <int HEAD_DIM, int ROWS, int BLOCK = THREADS>
 __device__ __forceinline__ void combine(const AttentionArguments &a, const Work &w, Floats *shared) {
   if (MERGED_APART<HEAD_DIM> || w.splits == 1) return;
-  using R = Readers<HEAD_DIM, ROWS>;
+  using R = Readers<HEAD_DIM, ROWS, BLOCK>;
   const Group g = find_group(a, w);
   unsigned *counters = a.scratch.counters + tile_number(w) * (g.count + 1);
   Parts from = find_parts<HEAD_DIM, ROWS>(a, w, g, false);

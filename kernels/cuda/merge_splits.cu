@@ -5,7 +5,7 @@
 
 template <int HEAD_DIM, int TILE_ROWS, int CHANNELS>
 __global__ void __launch_bounds__(THREADS) merge_splits(const AttentionArguments a) {
-  using R = Readers<CHANNELS, 1, 8>;
+  using R = Readers<CHANNELS, 1>;
   static_assert(MERGED_APART<HEAD_DIM> && HEAD_DIM % CHANNELS == 0, "whole slices of what nothing else merges");
   __shared__ Floats shared[R::SHARED / 4];
   Work w = find_work(a, TILE_ROWS);
