@@ -102,7 +102,7 @@ class Step:
         self.attend = cuda.PlannedAttention(
             records, scale=shape.head_dim**-0.5, tables=self.tables(), runtime=self.runtime, **eight
         )
-        self.finish = cuda.planned_finish(records, self.out, lse, runtime=self.runtime)
+        self.attend.finish_too(cuda.planned_finish(records, self.out, lse, runtime=self.runtime))
         q_shape = (batch, self.queries, heads, shape.head_dim)
         self.q = roofline.upload_random(self.runtime, q_shape, np.dtype(np.uint16))
         size = shape.batch * shape.tokens * shape.kv_heads * shape.head_dim * (1 if eight else 2)
@@ -113,7 +113,6 @@ class Step:
 
     def __call__(self, k: Any, v: Any) -> None:
         self.attend(self.q, k, v, None, self.pages)
-        self.finish()
 
     def cache(self, seed: int) -> tuple[Any, Any]:
         s = self.shape

@@ -86,7 +86,7 @@ class InterpretedReducer(Reducer):
             self.rounds.append(PlannedRound(number, interpreter.calls(instructions)))
         self._at: int | None = None
         self._left: list[PlannedRound] = []  # the next one last
-        self.stream_ordered = not self.rounds
+        self.stream_ordered = self.idle = not self.rounds
 
     def waits_for(self) -> tuple[str, str]:
         if self._at is None:

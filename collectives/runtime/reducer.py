@@ -150,6 +150,8 @@ class Reducer(ABC):
     messages: Any = None
     #: Whether a step is queued to a stream, or nothing at all: then it can be recorded.
     stream_ordered = False
+    #: Whether a step does nothing to the records: a rank that is alone has nothing to merge.
+    idle = False
     _number = 0  # of steps that were begun
     _running = 0  # the one that is
     _resting = False  # between start() and wait()

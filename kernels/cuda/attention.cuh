@@ -11,7 +11,7 @@
 // divisors come with their reciprocals, q is loaded once for a block, by vectors, and is waited for only after the
 // first keys and values are asked for.
 #pragma once
-#include "state.cuh"
+#include "finish.cuh"
 
 enum ElementType { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2 };
 
@@ -79,6 +79,7 @@ struct AttentionArguments {
   Divisor by_group, by_kv_heads;
   float scale;
   float softcap, by_softcap; // and its reciprocal; 0: none
+  float *out, *lse;          // as `finish` writes them, where no other records are to be merged; or null
 };
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS; // of a block, where its kernel does not say otherwise
@@ -183,8 +184,8 @@ struct Parts {
   int count;
 };
 
-// Stores four elements of a row's partial, from `index` on, as part `part` of `to`, or in the row's record. A NaN
-// denominator makes all of it NaN, and a maximum of -inf makes it the identity.
+// Stores four elements of a row's partial, from `index` on, as part `part` of `to`, or in the row's record, which is
+// finished where that is asked for. A NaN denominator makes all of it NaN, and a maximum of -inf makes it the identity.
 template <int HEAD_DIM, int ROWS>
 __device__ __forceinline__ void store_partial(const AttentionArguments &a, const Work &w, const Parts &to, int part,
                                               int in_tile, int index, const State &state, Floats value) {
@@ -210,6 +211,12 @@ __device__ __forceinline__ void store_partial(const AttentionArguments &a, const
     record[RECORD_MAX] = left.maximum;
     record[RECORD_DENOMINATOR] = left.denominator;
   }
+  if (!a.out) return;
+  const Quotient quotient(left.maximum, left.denominator);
+  float *out = a.out + (((long long)w.batch * a.queries + row.query) * a.heads + row.head) * HEAD_DIM + index;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) out[i] = quotient.of(value.element[i]);
+  if (index == 0) a.lse[number] = quotient.lse();
 }
 
 // Merges the PARTS partials of each row that the block has in shared memory, in ascending order, and stores them.

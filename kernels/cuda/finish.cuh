@@ -25,23 +25,36 @@ __device__ double logarithm(double x) {
   return __dadd_rn(__dmul_rn(exponent, 0.6931471805599453), __dmul_rn(ratio + ratio, series));
 }
 
+// What becomes of a record's elements, from its maximum and denominator.
+struct Quotient {
+  float maximum, denominator;
+  bool empty, valid; // neither: NaN
+
+  __device__ __forceinline__ Quotient(float maximum, float denominator) : maximum(maximum), denominator(denominator) {
+    const bool bounded = greater_exact(-negative_infinity(), maximum); // not for NaN
+    const bool positive = greater_exact(denominator, 0.0f), negative = greater_exact(0.0f, denominator);
+    const bool zero = denominator == denominator && !positive && !negative;
+    empty = maximum == negative_infinity() || (bounded && zero);
+    valid = bounded && !empty && positive && greater_exact(-negative_infinity(), denominator);
+  }
+
+  __device__ __forceinline__ float of(float numerator) const {
+    return valid ? canonical(divide_exact(numerator, denominator)) : empty ? 0.0f : canonical_nan();
+  }
+
+  __device__ __forceinline__ float lse() const {
+    const double total = __dadd_rn(widen_exact(maximum), logarithm(widen_exact(denominator)));
+    return valid ? narrow_exact(total) : empty ? negative_infinity() : canonical_nan();
+  }
+};
+
 // One record by one block.
 __device__ void finish_record(const FinishArguments &a, int index) {
   const int query = index % a.queries, head = index / a.queries % a.heads;
   const long long batch = index / a.queries / a.heads;
   const float *record = a.records + (long long)index * (a.head_dim + RECORD_NUMERATOR);
   float *out = a.out + ((batch * a.queries + query) * a.heads + head) * a.head_dim;
-  const float maximum = record[RECORD_MAX], denominator = record[RECORD_DENOMINATOR];
-  const bool bounded = greater_exact(-negative_infinity(), maximum); // not for NaN
-  const bool positive = greater_exact(denominator, 0.0f), negative = greater_exact(0.0f, denominator);
-  const bool zero = denominator == denominator && !positive && !negative;
-  const bool empty = maximum == negative_infinity() || (bounded && zero);
-  const bool valid = bounded && !empty && positive && greater_exact(-negative_infinity(), denominator);
-  const float otherwise = empty ? 0.0f : canonical_nan();
-  for (int i = threadIdx.x; i < a.head_dim; i += blockDim.x)
-    out[i] = valid ? canonical(divide_exact(record[RECORD_NUMERATOR + i], denominator)) : otherwise;
-  if (threadIdx.x == 0) {
-    const double total = __dadd_rn(widen_exact(maximum), logarithm(widen_exact(denominator)));
-    a.lse[index] = valid ? narrow_exact(total) : empty ? negative_infinity() : canonical_nan();
-  }
+  const Quotient quotient(record[RECORD_MAX], record[RECORD_DENOMINATOR]);
+  for (int i = threadIdx.x; i < a.head_dim; i += blockDim.x) out[i] = quotient.of(record[RECORD_NUMERATOR + i]);
+  if (threadIdx.x == 0) a.lse[index] = quotient.lse();
 }

@@ -55,7 +55,7 @@ def test_wide_heads_are_not_merged_by_a_block_alone() -> None:
         merges = [cost for name, cost in known.items() if name.startswith("merge_splits<512, ")]
         assert [cost["loads_at_once"] >= 2 + 8 for cost in merges] == [True, True], arch
         lean = [cost for name, cost in known.items() if "<float16, float16, 576, 512, Warps<1, 1, 4>" in name]
-        assert [cost["instructions"] <= 2200 for cost in lean] == [True] * (arch != "75"), (arch, lean)
+        assert [cost["instructions"] <= 2500 for cost in lean] == [True] * (arch != "75"), (arch, lean)
 
 
 @pytest.mark.parametrize("arch", ["90", "100"])

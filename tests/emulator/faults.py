@@ -79,6 +79,11 @@ FAULTS = {
     "groups_mixed": Fault("fma", "groups ? w.splits : g.first", "groups ? 0 : g.first"),
     "first_level_again": Fault("fma", "    from = to;", ""),
     "one_counter_for_all": Fault("fma", "counters + g.number;", "counters;"),
+    "finished_at_another_head": Fault(
+        "fma", "* a.heads + row.head) * HEAD_DIM", "* a.heads) * HEAD_DIM", "finished"
+    ),
+    "lse_of_another_row": Fault("fma", "a.lse[number] =", "a.lse[row.head] =", "finished"),
+    "numerator_not_divided": Fault("mma", "quotient.of(value.element[i])", "value.element[i]", "finished"),
     # What queries see.
     "end_seen": Fault("fma", "token < bound[3])", "token <= bound[3])", "tables"),
     "begin_missed": Fault("fma", "token >= bound[2] &&", "token > bound[2] &&", "tables"),

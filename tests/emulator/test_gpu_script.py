@@ -31,10 +31,8 @@ SHAPES = [
 def test_every_kind_of_shape_is_timed(shape: gpu.Shape) -> None:
     (row,) = gpu.time_shapes(EmulatorStopwatch(20_000), [shape], 1)
     microseconds = row["microseconds"] / (SECONDS_PER_LAUNCH * 1e6)
-    assert microseconds == pytest.approx(
-        round(microseconds)
-    )  # launches: attention, its merge if any, the finish
-    assert 2 <= microseconds <= 3
+    assert microseconds == pytest.approx(round(microseconds))  # launches: attention, its merge if any
+    assert 1 <= microseconds <= 2
     assert row["percent_of_copy_rate"] > 0
     assert row["torch"] is not None or row["torch_microseconds"] > 0
 

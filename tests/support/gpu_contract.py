@@ -18,6 +18,14 @@ from treeattn.errors import ArgumentError
 __all__ = ["GpuContract"]
 
 
+FINISHED = [
+    Case("float32", 80, group=3, batch=2, lengths=(150, 0), splits=3),
+    Case("bfloat16", 128, group=4, queries=5, tokens=100),
+    Case("bfloat16", 64, group=4, batch=2, lengths=(0, 150), splits=2),
+    Case("float32", 512, batch=2, lengths=(150, 0), splits=3),
+]
+
+
 class GpuContract(AttentionContract):
     """A subclass names the device."""
 
@@ -71,6 +79,22 @@ class GpuContract(AttentionContract):
         q, k, v, _, _ = case.inputs()
         found = self.attend(case, Inputs(q.astype(np.float32), k, v, None, None))
         assert (bits(found) == bits(self.attend(replace(case, tensor_cores=False)))).all()
+
+    @pytest.mark.parametrize("finished", FINISHED, ids=str)
+    def test_attention_finishes_as_finish_does(self, finished: Case) -> None:
+        """By whoever merges a record last: the bits of `finish`, of NaN and of nothing, too."""
+        case, inputs = finished, finished.inputs()
+        inputs.k[0 if case.lengths != (0, 150) else 1, 5, 0, 3] = np.nan
+        planned, records = self.planned(case)
+        out, lse = (
+            self.put(np.full((case.batch, *rest), 77, np.float32))
+            for rest in ((case.queries, case.heads, case.width), (case.heads, case.queries))
+        )
+        planned.finish_too(cuda.planned_finish(records, out, lse, runtime=self.options(case, 0)["runtime"]))
+        planned(*self.arrays(case, inputs))
+        for found, wanted in zip((out, lse), self.results(self.get(records)), strict=True):
+            assert np.isnan(wanted).any()
+            assert (bits(self.get(found)) == bits(wanted)).all()
 
     def test_a_plan_forgets_arrays_when_others_are_refused(self) -> None:
         planned, records = self.planned(PLAIN[0])

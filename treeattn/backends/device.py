@@ -203,6 +203,11 @@ class Device(Protocol):
     def finish(self, records: Array, out: Array, lse: Array) -> Callable[[], object]:
         """Writes out and lse from the folded records."""
 
+    def finish_attending(self, attention: Any, finish: Any) -> bool:
+        """Have `attention` do what `finish` does, in every later call; False, and nothing done, where it
+        cannot."""
+        return False
+
     def whole_step(
         self, attention: Any, reducer: Reducer, records: Array, out: Array, lse: Array
     ) -> WholeStep | None:

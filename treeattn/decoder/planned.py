@@ -222,9 +222,10 @@ class PlannedDecode:
         return self._masked
 
     def _in_parts(self, step: StepArguments) -> tuple[Array, Array]:
+        reduce_and_finish = step[0].reduce_and_finish
         self._attend(step)
-        if self.plan.reduce_and_finish is not None:
-            self.plan.reduce_and_finish()
+        if reduce_and_finish is not None:
+            reduce_and_finish()
         else:
             self._reduce()
             self.plan.finish()

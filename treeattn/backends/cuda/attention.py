@@ -58,6 +58,7 @@ _ATTENTION = np.dtype(
         *((name, _STRIDED) for name in "qkv"),
         *(("mask", _MASK), ("pages", _PAGES), ("scratch", _SCRATCH)),
         *((name, _REST[name]) for name in _REST.names or ()),
+        *((name, np.uint64) for name in ("out", "lse")),
     ],
     align=True,
 )
@@ -125,6 +126,7 @@ class PlannedAttention:
         self._scratch = runtime.zeros(0, np.float32)
         self._counters = runtime.zeros(0, np.uint32)
         self._workspaces: list[Any] = []
+        self._results: tuple[Array, ...] = ()
         self._bound: tuple[Any, ...] = ()
         self._layout: tuple[Any, ...] = ()
         self._tables: VisibleTables | None = None
@@ -144,6 +146,13 @@ class PlannedAttention:
         elif self._tables is not None:
             self.refresh()
         self._launch()
+
+    def finish_too(self, finish: Any) -> None:
+        """Do what `finish`, a `planned_finish` of these records, does, to the bit, in the same launches, from
+        the next one on."""
+        for name in ("out", "lse"):
+            self._arguments[name] = finish.arguments[name]
+        self._results = finish.arrays
 
     def refresh(self) -> None:
         """Queue what changed of `tables` to the device, as a call does before it launches: a captured call

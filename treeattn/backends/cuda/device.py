@@ -230,6 +230,11 @@ class Cuda(Device):
     def finish(self, records: Array, out: Array, lse: Array) -> Callable[[], object]:
         return planned_finish(records, out, lse, runtime=self.runtime)
 
+    def finish_attending(self, attention: Any, finish: Any) -> bool:
+        """Whoever stores the last of a record finishes it."""
+        attention.finish_too(finish)
+        return True
+
     def pack(self, records: Array, factor: float) -> Callable[[Array, Array], object]:
         return planned_pack(records, factor, runtime=self.runtime)
 
