@@ -46,6 +46,11 @@ __global__ void __launch_bounds__(Shape::THREADS) attention_mma(const AttentionA
   const Tiles<T, PADDED, SOURCES, TILE> tiles{reinterpret_cast<T *>(shared + NARROW_BYTES)};
   Stages<Cache, HEAD_DIM, NARROW ? HEAD_DIM : PADDED, SOURCES, TILE, STAGES, Shape::THREADS> stages;
   stages.first = reinterpret_cast<Cache *>(shared);
+  // Few tokens of a warp are one chain of products for each score: two, half as long, wait less. Copies are started
+  // between the products, where nobody asks which tokens are seen or where they lie: these leave the time for it.
+  constexpr int TURNS = decltype(stages)::TURNS, CHAINS = EIGHTS <= 2 && STEPS % 2 == 0 ? 2 : 1;
+  constexpr bool BETWEEN = !NARROW && !Tokens::CHOSEN && !Tokens::PAGED && Shape::CHANNELS == 1 &&
+                           decltype(stages)::VECTORS <= decltype(stages)::LANES;
   Floats *parts = reinterpret_cast<Floats *>(shared + BYTES); // of scores: [warps][eights][lanes]
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane % 4 * 2;
@@ -106,29 +111,52 @@ __global__ void __launch_bounds__(Shape::THREADS) attention_mma(const AttentionA
 #pragma unroll
     for (int j = 0; j < 4; ++j) numerator[n][j] = 0.0f;
 
+  // Of what a lane reads of a tile, so that addresses are one base and constants.
+  const int of_keys = (first_token + lane / 16 * 8 + lane % 8) * PADDED + first_channel + lane / 8 % 2 * 8;
+  const int of_values = (first_token + lane / 8 % 2 * 8 + lane % 8) * PADDED + first_column + lane / 16 * 8;
   int stage = 0;
 #pragma unroll 1
   while (tokens.at.start < tokens.at.end) {
     copy_async_wait<STAGES - 2>();
     __syncthreads(); // everyone's copies of this tile are there, and nobody reads the tile that is filled next
-    stages.template start<ROWS>(a, ahead, sources, stages.before(stage));
+    const TileRange next = ahead.at;
+    const Cache *rows_ahead[SOURCES];
+    if constexpr (BETWEEN) {
+      stages.find_rows(a, next, sources, rows_ahead);
+      if (next.start < next.end) ahead.template advance<TILE>(a);
+    } else {
+      stages.template start<ROWS>(a, ahead, sources, stages.before(stage));
+    }
     const int tile = NARROW ? 0 : stage;
     if constexpr (NARROW) {
       stages.widen(stage, tiles);
       __syncthreads(); // the tile is widened
     }
+    const T *const tile_keys = tiles.row(tile, 0, 0) + of_keys;
+    const T *const tile_values = tiles.row(tile, SOURCES - 1, 0) + of_values;
 
-    float scores[EIGHTS][4] = {};
+    float scores[EIGHTS][4] = {}, chain[EIGHTS][4] = {}; // the second one
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step)
+    for (int step = 0; step < STEPS; ++step) {
+      float (&sums)[EIGHTS][4] = step % CHAINS ? chain : scores;
 #pragma unroll
       for (int n = 0; n < EIGHTS; n += 2) {
         unsigned keys[4];
-        load_matrices<false>(keys, tiles.row(tile, 0, first_token + n * 8 + lane / 16 * 8 + lane % 8) + first_channel +
-                                       step * 16 + lane / 8 % 2 * 8);
-        multiply_matrices(scores[n], q[step], keys, T{});
-        multiply_matrices(scores[n + 1], q[step], keys + 2, T{});
+        load_matrices<false>(keys, tile_keys + n * 8 * PADDED + step * 16);
+        multiply_matrices(sums[n], q[step], keys, T{});
+        multiply_matrices(sums[n + 1], q[step], keys + 2, T{});
       }
+      if constexpr (BETWEEN) {
+#pragma unroll
+        for (int turn = step * TURNS / STEPS; turn < (step + 1) * TURNS / STEPS; ++turn)
+          stages.copy_turn(a, next, rows_ahead, stages.before(stage), turn);
+      }
+    }
+    if constexpr (BETWEEN) copy_async_commit();
+    if constexpr (CHAINS > 1) {
+#pragma unroll
+      for (int e = 0; e < 4 * EIGHTS; ++e) scores[e / 4][e % 4] += chain[e / 4][e % 4];
+    }
     if constexpr (Shape::CHANNELS > 1) {
 #pragma unroll
       for (int n = 0; n < EIGHTS; ++n)
@@ -150,10 +178,7 @@ __global__ void __launch_bounds__(Shape::THREADS) attention_mma(const AttentionA
 
     float factor[2];
     state.online_softmax(scores, factor);
-#pragma unroll
-    for (int n = 0; n < COLUMNS; ++n)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) numerator[n][j] *= factor[j / 2];
+    rescale_numerators(numerator, factor);
 #pragma unroll
     for (int eight = 0; eight < EIGHTS; eight += 2) {
       unsigned weights[4];
@@ -161,9 +186,7 @@ __global__ void __launch_bounds__(Shape::THREADS) attention_mma(const AttentionA
 #pragma unroll
       for (int n = 0; n < COLUMNS; n += 2) {
         unsigned values[4];
-        load_matrices<true>(values,
-                            tiles.row(tile, SOURCES - 1, first_token + eight * 8 + lane / 8 % 2 * 8 + lane % 8) +
-                                first_column + n * 8 + lane / 16 * 8);
+        load_matrices<true>(values, tile_values + eight * 8 * PADDED + n * 8);
         multiply_matrices(numerator[n], weights, values, T{});
         multiply_matrices(numerator[n + 1], weights, values + 2, T{});
       }

@@ -89,6 +89,16 @@ struct RowPair {
   }
 };
 
+// By the factors of a thread's two rows. Most tiles bring no warp a new maximum: then all factors are 1.
+template <int COLUMNS>
+__device__ __forceinline__ void rescale_numerators(float (&numerator)[COLUMNS][4], const float (&factor)[2]) {
+  if (!__any_sync(ALL_LANES, factor[0] != 1.0f || factor[1] != 1.0f)) return;
+#pragma unroll
+  for (int n = 0; n < COLUMNS; ++n)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) numerator[n][j] *= factor[j / 2];
+}
+
 // The weights of 16 tokens, `eight` and the next: the scores' layout is that of the left operand of a product.
 template <typename T, int EIGHTS>
 __device__ __forceinline__ void pack_weights(unsigned (&to)[4], const float (&scores)[EIGHTS][4], int eight) {

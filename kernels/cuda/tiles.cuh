@@ -47,7 +47,7 @@ struct Stages : Tiles<T, PITCH, SOURCES, TILE> {
     unsigned seen = ~0u;
     if constexpr (Tokens::CHOSEN) {
       const TileViews<TILE_ROWS> &views = tokens.template views<TILE_ROWS>();
-      if (at.end > views.tile.draft_begin) {
+      if (min(at.end, at.start + TILE) > views.tile.draft_begin) {
 #pragma unroll 1
         for (int i = 0; i < BATCH; ++i)
           if (!any_sees(views, min(at.start + first + i * ROWS, at.end - 1))) seen &= ~(1u << i);
@@ -82,18 +82,47 @@ struct Stages : Tiles<T, PITCH, SOURCES, TILE> {
     }
   }
 
-  // What this thread copied of a stage, into `to` as numbers of 16 bits: it has to wait for its own copies alone.
+  // The same in TURNS parts, for tokens in a row, all of which are seen: between two of them there is time for others.
+  // rows: where this thread's next row of each source lies.
+  __device__ __forceinline__ void find_rows(const AttentionArguments &a, const TileRange &at,
+                                            const T *const (&from)[SOURCES], const T *(&rows)[SOURCES]) const {
+#pragma unroll
+    for (int s = 0; s < SOURCES; ++s)
+      rows[s] =
+          from[s] + (at.start + (int)threadIdx.x / LANES) * (s ? a.v : a.k).row_stride + threadIdx.x % LANES * ELEMENTS;
+  }
+
+  __device__ __forceinline__ void copy_turn(const AttentionArguments &a, const TileRange &at, const T *(&rows)[SOURCES],
+                                            int stage, int turn) const {
+    const int row = turn * ROWS + threadIdx.x / LANES, vector = threadIdx.x % LANES;
+#pragma unroll
+    for (int s = 0; s < SOURCES; ++s) {
+      if (vector < VECTORS) copy_async(this->row(stage, s, row) + vector * ELEMENTS, rows[s], row < at.end - at.start);
+      rows[s] += ROWS * (s ? a.v : a.k).row_stride;
+    }
+  }
+
+  // What this thread copied of a stage, into `to` as numbers of 16 bits: it has to wait for its own copies alone. A few
+  // rows are loaded before one is stored: loads behind a store would wait for it, one after another.
   template <typename Wide, int WIDE_PITCH>
   __device__ __forceinline__ void widen(int stage, const Tiles<Wide, WIDE_PITCH, SOURCES, TILE> &to) const {
+    constexpr int LOADS = (VECTORS + LANES - 1) / LANES, TOGETHER = TURNS < 4 ? TURNS : 4 / LOADS;
+    constexpr int COUNT = TOGETHER * SOURCES * LOADS;
+    static_assert(TURNS % TOGETHER == 0, "whole groups of rows");
 #pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) {
-      const int row = turn * ROWS + threadIdx.x / LANES;
+    for (int first = 0; first < TURNS; first += TOGETHER) {
+      Vector held[COUNT];
 #pragma unroll
-      for (int s = 0; s < SOURCES; ++s)
+      for (int pass = 0; pass < 2; ++pass)
 #pragma unroll
-        for (int vector = threadIdx.x % LANES; vector < VECTORS; vector += LANES) {
-          const Vector held = *reinterpret_cast<const Vector *>(this->row(stage, s, row) + vector * ELEMENTS);
-          dequantize(held, reinterpret_cast<Vector *>(to.row(0, s, row) + vector * ELEMENTS), T{}, Wide{});
+        for (int i = 0; i < COUNT; ++i) {
+          const int row = (first + i / (SOURCES * LOADS)) * ROWS + threadIdx.x / LANES, s = i / LOADS % SOURCES;
+          const int vector = i % LOADS * LANES + threadIdx.x % LANES;
+          if (vector >= VECTORS) continue;
+          if (pass == 0)
+            held[i] = *reinterpret_cast<const Vector *>(this->row(stage, s, row) + vector * ELEMENTS);
+          else
+            dequantize(held[i], reinterpret_cast<Vector *>(to.row(0, s, row) + vector * ELEMENTS), T{}, Wide{});
         }
     }
   }

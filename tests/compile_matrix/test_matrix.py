@@ -69,7 +69,8 @@ def test_instructions_for_a_byte(arch: str) -> None:
         (cost,) = (known[name] for name in known if name.startswith(kernel) and "Tokens" not in name)
         return cost["loop"] / cost["loop_bytes"] * 1024
 
-    assert per_kibibyte("attention_mma<bfloat16, bfloat16, 128, 128, Warps<1, 4, 1>") <= 43
+    # 8 of them are passed over unless a maximum grew.
+    assert per_kibibyte("attention_mma<bfloat16, bfloat16, 128, 128, Warps<1, 4, 1>") <= 45
     assert per_kibibyte("attention_mma<float16, float16, 576, 512, Warps<1, 1, 4>") <= 52
     assert per_kibibyte("partial_attention<bfloat16, 128, 1>") <= 67
     narrow = per_kibibyte("attention_mma<bfloat16, float8_e4m3fn, 128, 128, Warps<1, 4, 1>")

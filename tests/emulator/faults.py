@@ -84,6 +84,25 @@ FAULTS = {
     ),
     "lse_of_another_row": Fault("fma", "a.lse[number] =", "a.lse[row.head] =", "finished"),
     "numerator_not_divided": Fault("mma", "quotient.of(value.element[i])", "value.element[i]", "finished"),
+    # The main loop of the tensor-core kernel.
+    "turn_into_another_stage": Fault(
+        "mma", "rows_ahead, stages.before(stage), turn)", "rows_ahead, stage, turn)", "finished"
+    ),
+    "turn_left_out": Fault(
+        "mma",
+        "turn < (step + 1) * TURNS / STEPS;",
+        "turn < (step + 1) * TURNS / STEPS - (step == 1);",
+        "finished",
+    ),
+    "rows_do_not_move": Fault("mma", "rows[s] += ROWS * (s ? a.v : a.k).row_stride;", "", "finished"),
+    "chain_forgotten": Fault("mma", "scores[e / 4][e % 4] += chain[e / 4][e % 4];", "{}", "finished"),
+    "rescaled_for_one_row": Fault(
+        "mma", "factor[0] != 1.0f || factor[1] != 1.0f", "factor[0] != 1.0f", "finished"
+    ),
+    "row_widened_again": Fault("mma", "(first + i / (SOURCES * LOADS)) * ROWS", "first * ROWS", "cache"),
+    "drafts_asked_for_late": Fault(
+        "mma", "min(at.end, at.start + TILE) > views", "at.start > views", "tables"
+    ),
     # What queries see.
     "end_seen": Fault("fma", "token < bound[3])", "token <= bound[3])", "tables"),
     "begin_missed": Fault("fma", "token >= bound[2] &&", "token > bound[2] &&", "tables"),
