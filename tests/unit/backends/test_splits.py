@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,19 +19,20 @@ from treeattn.backends.cuda.attention import divisor, most_queries
 from treeattn.backends.cuda.splits import Load, choose_splits, rounded_steps
 from treeattn.errors import BackendError
 
+MEASURED = json.loads((Path(__file__).parents[3] / "docs/results/gpu_h200.json").read_text())["splits"]
 
-def load(heads: int, kv_heads: int, tokens: int, resident: int = 2, dtype: str = "bfloat16") -> Load:
-    """One query, head_dim 128, on 132 multiprocessors."""
+
+def load(heads: int, kv_heads: int, tokens: int, resident: int = 2, kv: str = "bfloat16") -> Load:
+    """One query of bfloat16, head_dim 128, on 132 multiprocessors."""
     rows = heads // kv_heads
-    variant = variants.choose_variant(dtype, dtype, 128, rows, tensor_cores=True, shared_limit=227 << 10)
+    variant = variants.choose_variant("bfloat16", kv, 128, rows, tensor_cores=True, shared_limit=227 << 10)
     return Load(
         tiles=kv_heads * math.ceil(rows / variant.rows),
         rows=min(rows, variant.rows),
         tokens=tokens,
         head_dim=128,
         step=variant.step,
-        slots=132 * resident,
-        multiprocessors=132,
+        slots=132 * min(resident, variant.blocks),
     )
 
 
@@ -38,9 +43,12 @@ def test_one_kv_head_keeps_every_multiprocessor_busy(heads: int, resident: int, 
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "resident"), [(16, 16, 5), (32, 8, 2), (64, 8, 2)])
-def test_a_long_shard_fills_half_of_the_device(heads: int, kv_heads: int, resident: int) -> None:
+def test_a_long_shard_gives_each_multiprocessor_equally_many(
+    heads: int, kv_heads: int, resident: int
+) -> None:
     blocks = kv_heads * choose_splits(load(heads, kv_heads, 65536, resident)).number
-    assert 0.9 * 132 * resident / 2 < blocks <= 132 * resident / 2
+    wanted = 132 * (4 if heads == kv_heads else 1)
+    assert 0.9 * wanted < blocks <= wanted
 
 
 @examples(100)
@@ -55,7 +63,7 @@ def test_a_long_shard_fills_half_of_the_device(heads: int, kv_heads: int, reside
 def test_every_choice_fits_the_kernels(
     tiles: int, rows: int, tokens: int, step: int, resident: int, number: int | None
 ) -> None:
-    work = Load(tiles, rows, tokens, 128, step, 132 * resident, 132)
+    work = Load(tiles, rows, tokens, 128, step, 132 * resident)
     chosen = choose_splits(work, number)
     assert 1 <= chosen.fan <= chosen.number <= splits.MAX_SPLITS
     assert number is None or chosen.number == number
@@ -70,27 +78,44 @@ def test_no_tokens_or_few_are_not_cut() -> None:
         assert choose_splits(load(16, 16, tokens)).number == 1
 
 
+def cost_of_the_rule(row: dict[str, Any]) -> float:
+    """What its count costs on an H200, between those that were tried, over the best of these."""
+    kv_heads, rows = row["kv_heads"], row["rows"]
+    work = load(kv_heads * rows, kv_heads, row["tokens"], resident=5 if rows == 1 else 2)
+    found = np.interp(choose_splits(work).number, row["counts"], row["microseconds"])
+    return float(found / min(row["microseconds"]))
+
+
+def test_the_rule_is_near_what_was_fastest() -> None:
+    """Over 30 shapes: 8 KV heads and one, 1 to 128 rows, 1 Ki to 64 Ki tokens."""
+    costs = [cost_of_the_rule(row) for row in MEASURED]
+    assert len(costs) == 30
+    assert np.mean(costs) < 1.02
+    assert max(costs) < 1.17
+    several = [cost for cost, row in zip(costs, MEASURED, strict=True) if row["kv_heads"] == 8]
+    assert sorted(several)[-2] < 1.02
+
+
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "tokens", "resident", "measured"),
-    [  # the fastest of those that were tried on an H200, where others are 5 % behind
-        (8, 8, 1024, 5, 16),
-        (32, 8, 1024, 2, 8),
-        (32, 8, 8192, 2, 16),
-        (32, 8, 65536, 2, 16),
-        (128, 8, 65536, 2, 16),
-        (4, 1, 65536, 2, 128),
+    ("heads", "kv_heads", "kv", "resident", "measured"),
+    [  # the fastest of some counts of the kernels as they are, over 64 Ki tokens, or 3 % from it
+        (16, 16, "bfloat16", 5, 32),
+        (32, 8, "bfloat16", 2, 16),
+        (128, 8, "bfloat16", 2, 16),
+        (32, 8, "float8_e4m3fn", 3, 49),
+        (128, 8, "float8_e4m3fn", 3, 49),
+        (8, 8, "float8_e4m3fn", 4, 64),
     ],
 )
 def test_the_rule_finds_what_was_fastest(
-    heads: int, kv_heads: int, tokens: int, resident: int, measured: int
+    heads: int, kv_heads: int, kv: str, resident: int, measured: int
 ) -> None:
-    chosen = choose_splits(load(heads, kv_heads, tokens, resident)).number
-    assert 0.9 < chosen / measured < 1.1
+    assert 0.96 < choose_splits(load(heads, kv_heads, 65536, resident, kv)).number / measured < 1.04
 
 
 @pytest.mark.parametrize("number", [None, 2, 132, 256])
 def test_a_launch_of_its_own_merges_all_splits_at_once(number: int | None) -> None:
-    latent = Load(1, 16, 65536, 512, 32, slots=264, multiprocessors=132, merging=128)
+    latent = Load(1, 16, 65536, 512, 32, slots=264, merging=128)
     chosen = choose_splits(latent, number)
     assert chosen.fan == chosen.number == (number or 256)
     assert choose_splits(latent._replace(merging=0), 132).fan == 12  # of one block that is too much at once

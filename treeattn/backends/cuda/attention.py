@@ -281,8 +281,7 @@ class PlannedAttention:
             tokens=int(self._tokens[0]),
             head_dim=v_dim,
             step=variant.step,
-            slots=resident * runtime.multiprocessors,
-            multiprocessors=runtime.multiprocessors,
+            slots=min(resident, variant.blocks) * runtime.multiprocessors,
             merging=batch * tiles * merge_blocks(variant, v_dim, rows),
         )
         self.splits, self._steps = Splits(0, 0), -1  # none yet

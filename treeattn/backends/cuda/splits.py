@@ -1,8 +1,8 @@
 """Into how many splits a shard is cut, and how they are merged: a rule that measurements on an H200 confirm.
 
-Blocks of all tiles fill half of what the device holds at once, each with two steps of tokens at least, wide
-tiles with four. Over 30 shapes of 1 to 16 KV heads, 1 to 128 rows and 1 Ki to 64 Ki tokens that costs 4 % on
-average beside the best count that was tried, and 27 % at most (``docs/results/gpu_h200.json``).
+Every multiprocessor has as many blocks as the kernel asks for (`Variant.blocks`): a count between two of
+these leaves some with more work than others. Each block has two steps of tokens at least, of wide tiles four.
+Tests hold the rule to the best of all counts that were tried (``docs/results/gpu_h200.json``).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Load(NamedTuple):
     """What a launch has to do, and on what.
 
     tiles: batch * KV heads * tiles of rows, which is the blocks of one split. rows: of a tile. tokens: of the
-    shard. step: of the kernel's `Variant`. slots: blocks that the device holds at once. merging: blocks of
-    the launch that merges the splits; 0: the last blocks of the launch that makes them do.
+    shard. step: of the kernel's `Variant`. slots: blocks that the device shall have. merging: blocks of the
+    launch that merges the splits; 0: the last blocks of the launch that makes them do.
     """
 
     tiles: int
@@ -33,7 +33,6 @@ class Load(NamedTuple):
     head_dim: int
     step: int
     slots: int
-    multiprocessors: int
     merging: int = 0
 
 
@@ -60,12 +59,8 @@ def rounded_steps(tokens: int, step: int) -> int:
 def choose_splits(load: Load, number: int | None = None) -> Splits:
     """The splits of a launch, for tokens as `rounded_steps` takes them, and how so many are merged; with
     `number` given, how so many are."""
-    wide = load.rows > 16
     if number is None:
-        blocks = load.slots // 2
-        if load.merging:  # a launch of its own merges: many splits cost little
-            blocks = load.multiprocessors * (1 if wide else 2)
-        steps = rounded_steps(load.tokens, load.step) // (4 if wide else 2)
-        number = max(1, min(blocks // load.tiles, steps, MAX_SPLITS))
+        steps = rounded_steps(load.tokens, load.step) // (4 if load.rows > 16 else 2)
+        number = max(1, min(load.slots // load.tiles, steps, MAX_SPLITS))
     whole = load.merging or min(load.rows, 16) * number <= _WHOLE
     return Splits(number, number if whole else math.ceil(math.sqrt(number)))

@@ -50,14 +50,16 @@ ALL_TOKENS = Tokens()
 
 class Variant(NamedTuple):
     """One kernel. expression: its C++ name. shared_bytes: of dynamic shared memory. rows: of a tile.
-    step: tokens that a block takes at a time.
-    threads: of a block. merge: the kernel that merges the splits, where this one does not."""
+    step: tokens that a block takes at a time. blocks: of it that a multiprocessor should have, if it holds so
+    many: with one more, merging costs more than waiting for memory. threads: of a block. merge: the kernel
+    that merges the splits, where this one does not."""
 
     module: str
     expression: str
     shared_bytes: int
     rows: int
     step: int
+    blocks: int
     threads: int = 32 * _WARPS
     merge: str | None = None
 
@@ -111,7 +113,7 @@ def fma_kernel(kv_type: str, head_dim: int, rows: int, tokens: Tokens = ALL_TOKE
     step = _WARPS * (32 // lanes) * _UNROLL
     name = f"partial_attention<{kv_type}, {head_dim}, {tile}{tokens.expression}>"
     merge = merge_kernel(head_dim, tile)
-    return Variant("partial_attention", name, 0, tile, step, merge=merge)
+    return Variant("partial_attention", name, 0, tile, step, blocks=4, merge=merge)
 
 
 def merge_kernel(v_dim: int, rows: int) -> str | None:
@@ -172,17 +174,20 @@ def _mma_kernel(
     return Variant(
         *("attention_mma", name, shared_bytes(stages), tile_rows),
         step=tile.tokens,
+        blocks=tile.blocks,
         threads=32 * warps,
         merge=merge_kernel(v_dim, tile_rows),
     )
 
 
 class _Tile(NamedTuple):
-    """warps: how they share out rows, tokens and channels. tokens: of a tile. stages: to choose from."""
+    """warps: how they share out rows, tokens and channels. tokens: of a tile. stages: to choose from.
+    blocks: as `Variant` has it."""
 
     warps: tuple[int, int, int]
     tokens: int
     stages: tuple[int, ...]
+    blocks: int = 1
 
 
 def _tiles_for(head_dim: int, rows: int, narrow: bool) -> tuple[_Tile, ...]:
@@ -191,11 +196,13 @@ def _tiles_for(head_dim: int, rows: int, narrow: bool) -> tuple[_Tile, ...]:
     which a head of 64 needs more tokens to leave room for the merge of splits."""
     if head_dim == LATENT[0]:
         if rows <= 16:
-            return (_Tile((1, 1, 4), 32, (2, 3)),)
+            return (_Tile((1, 1, 4), 32, (2, 3), blocks=2),)
         some, many = _Tile((2, 1, 2), 32, (2, 3)), _Tile((4, 1, 2), 32, (3,))
         return (some,) if rows <= 32 else (many, some)
     if head_dim > 256:
-        return (_Tile((1, 1, 4), 16, (3, 2)),)
+        return (_Tile((1, 1, 4), 16, (3, 2), blocks=2),)
+    if rows <= 16 and narrow:  # two stages leave room for three blocks: converting is much waiting
+        return (_Tile((1, 4, 1), 64, (2,) if head_dim == 128 else (3, 2), blocks=3),)
     if rows <= 16:
         return (_Tile((1, 4, 1), 64, (3, 2)),)
     if head_dim > 128:
