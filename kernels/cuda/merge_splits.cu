@@ -1,4 +1,4 @@
-// Merges the splits of wide heads, behind the launch that made them: a block takes CHANNELS of one row of a tile, so
+// Merges the splits of wide heads and of many rows, behind the launch that made them: a block takes CHANNELS of one row of a tile, so
 // that all multiprocessors read. Blocks (row * slices + slice, kv_head + tile * kv_heads, batch); for rows that a tile
 // lacks there is nothing to merge.
 #include "combine.cuh"
@@ -6,7 +6,7 @@
 template <int HEAD_DIM, int TILE_ROWS, int CHANNELS>
 __global__ void __launch_bounds__(THREADS) merge_splits(const AttentionArguments a) {
   using R = Readers<CHANNELS, 1>;
-  static_assert(MERGED_APART<HEAD_DIM> && HEAD_DIM % CHANNELS == 0, "whole slices of what nothing else merges");
+  static_assert(HEAD_DIM % CHANNELS == 0, "whole slices");
   __shared__ Floats shared[R::SHARED / 4];
   Work w = find_work(a, TILE_ROWS);
   const int row = blockIdx.x / (HEAD_DIM / CHANNELS), slice = blockIdx.x % (HEAD_DIM / CHANNELS);

@@ -32,7 +32,7 @@ ARCHITECTURES = {
     "100": 227 << 10,
     "120": 99 << 10,
 }
-_TEMPLATES = ("partial_attention", "attention_mma", "merge_splits")
+_TEMPLATES = ("partial_attention", "attention_mma", "attention_rows", "merge_splits")
 _PLAIN = ("merge_partials", "take_maxima", "rescale", "finish", "pack_partials", "scale_lse", "pull_partials")
 _COSTS = Path(__file__).with_name("costs.json")
 MODULES = (*_TEMPLATES, *_PLAIN)
@@ -133,7 +133,8 @@ def expressions(module: str, arch: str, whole: bool = False) -> dict[str, Launch
         return {module: Launch()}
     if module == "merge_splits":
         found = [variants.merge_kernel(512, rows) for rows in ((1, 2, 16, 32, 64) if whole else (2, 64))]
-        return {kernel: Launch() for kernel in found if kernel}
+        many = {"merge_splits<128, 128, 128>": Launch()} if int(arch) >= 80 else {}
+        return {kernel: Launch() for kernel in found if kernel} | many
     if module == "partial_attention":
         every = [(kind, variants.HEAD_DIMS, _ROWS, _TOKENS[:2]) for kind in ("float", *_TYPES_16)] + _FEW
         chosen = every if whole else _CHOICE
@@ -151,7 +152,11 @@ def expressions(module: str, arch: str, whole: bool = False) -> dict[str, Launch
         or whole
         or ((kv_type, tokens) == ("float8_e4m3fn", _TOKENS[0]) and head_dim in _FEW_NARROW)
     ]
-    return {kernel.expression: Launch(kernel.shared_bytes, kernel.threads) for kernel in found if kernel}
+    return {
+        kernel.expression: Launch(kernel.shared_bytes, kernel.threads)
+        for kernel in found
+        if kernel and kernel.module == module
+    }
 
 
 def compiled(module: str, arch: str, whole: bool = False) -> list[Row]:

@@ -22,6 +22,7 @@ class Fault(NamedTuple):
 _SOURCES = {
     "fma": "partial_attention.cu",
     "mma": "attention_mma.cu",
+    "rows": "attention_rows.cu",
     "merge": "merge_splits.cu",
     "pull": "pull_partials.cu",
 }
@@ -175,6 +176,23 @@ FAULTS = {
     "parts_of_another_row": Fault("mma", "first_part = first_row * from.count", "first_part = 0", "tall"),
     "row_stored_again": Fault("mma", "to, part, first_row + in_pass,", "to, part, in_pass,", "tall"),
     "rows_left_out": Fault("mma", "ROWS > 16 && row < w.tile_rows", "ROWS > 16 && row < 32", "tall"),
+    # More than 64 rows: 32 of a warp.
+    "no_tile_barrier_rows": Fault("rows", "__syncthreads(); // queries and everyone's copies", "//", "many"),
+    "short_wait_rows": Fault("rows", "wait<STAGES - 2>", "wait<STAGES - 1>", "many"),
+    "stage_filled_too_early_rows": Fault("rows", "sources, stages.before(stage))", "sources, stage)", "many"),
+    "stages_reused_early_rows": Fault("rows", "__syncthreads(); // queries and tiles are free", "", "many"),
+    "rows_stored_early": Fault("rows", "__syncthreads(); // all rows are there", "", "many"),
+    "no_views_barrier_rows": Fault("rows", "__syncthreads(); // the views are there", "", "many"),
+    "query_of_another_fragment": Fault("rows", "warp_queries + m * 16 * PADDED", "warp_queries", "many"),
+    "scores_of_another_fragment": Fault(
+        "rows", "first_row + m * 16 + lane / 4 + 8}", "first_row + lane / 4}", "many"
+    ),
+    "weights_of_another_fragment": Fault(
+        "rows", "(weights[m], scores[m], eight)", "(weights[m], scores[0], eight)", "many"
+    ),
+    "row_of_another_fragment": Fault(
+        "rows", "= first_row + m * 16 + lane / 4 + half * 8", "= first_row + lane / 4 + half * 8", "many"
+    ),
     # Channels shared out among warps: latent attention.
     "no_tile_barrier": Fault("mma", "__syncthreads(); // everyone's copies of this tile", "// ", "latent"),
     "short_wait_latent": Fault("mma", "wait<STAGES - 2>", "wait<STAGES - 1>", "latent"),

@@ -70,7 +70,7 @@ def run(sanitizer: str, what: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "kernel",
     [f"{kernel}_{kind}" for kernel in ("fma", "mma") for kind in ("plain", "tables", "cache", "finished")]
-    + ["latent", "many_latent", "apart", "tall", "records", "pull", "scatter", "nodes"],
+    + ["latent", "many", "many_latent", "apart", "tall", "records", "pull", "scatter", "nodes"],
 )
 def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
     result = run(sanitizer, f"{kernel}:clean")
@@ -91,6 +91,9 @@ def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
         ("mma_plain:stages_reused_early", "attention_mma.cu"),
         ("mma_cache:no_widened_barrier", "attention_mma.cu"),
         ("latent:no_parts_barrier", "attention_mma.cu"),
+        ("many:no_tile_barrier_rows", "attention_rows.cu"),
+        ("many:stages_reused_early_rows", "attention_rows.cu"),
+        ("many:rows_stored_early", "attention_rows.cu"),
         ("tall:rows_merged_early", "combine.cuh"),
         ("latent:stages_reused_early_latent", "attention_mma.cu"),
         ("mma_plain:short_wait", "attention_mma.cu"),

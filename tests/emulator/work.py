@@ -135,6 +135,19 @@ def latent(runtime: EmulatorRuntime, kernel: str, small: bool) -> Array:
     return np.array(found)
 
 
+def many(runtime: EmulatorRuntime, kernel: str, small: bool) -> Array:
+    """Rows of more than one tile, or of half a one, over all tokens, then over what each sees."""
+    queries, tokens = (66, 300) if small else (140, 700)
+    q, k, v = drawn((1, queries, 1, 64), *((1, tokens, 1, 64),) * 2)
+    visible, found = MaskTables(Rules(causal=True, window=(150, None)), 1, queries), []
+    visible.update(Runs([(0, 1, tokens)]), tokens, None, [np.arange(tokens - queries, tokens) - 40])
+    for options in ({}, {"tables": visible}):
+        attend, records = planned(runtime, q, 64, 2, **options)
+        attend(q, k, v)
+        found.append(records)
+    return np.array(found)
+
+
 def once(*q: int, tokens: int, splits: int) -> Callable[[EmulatorRuntime], Array]:
     """One launch over one head of keys, latent where q has their width."""
 
@@ -162,5 +175,6 @@ WORK: dict[str, Callable[[EmulatorRuntime, str, bool], Array]] = {
     "cache": cache,
     "finished": finished,
     "latent": latent,
+    "many": many,
     **{name: lambda runtime, _, small, both=both: both[small](runtime) for name, both in _ONCE.items()},
 }

@@ -87,13 +87,15 @@ def cost_of_the_rule(row: dict[str, Any]) -> float:
 
 
 def test_the_rule_is_near_what_was_fastest() -> None:
-    """Over 30 shapes: 8 KV heads and one, 1 to 128 rows, 1 Ki to 64 Ki tokens."""
-    costs = [cost_of_the_rule(row) for row in MEASURED]
-    assert len(costs) == 30
-    assert np.mean(costs) < 1.02
-    assert max(costs) < 1.17
-    several = [cost for cost, row in zip(costs, MEASURED, strict=True) if row["kv_heads"] == 8]
-    assert sorted(several)[-2] < 1.02
+    """Over 24 shapes: 8 KV heads and one, 1 to 16 rows, 1 Ki to 64 Ki tokens. 128 have another kernel now."""
+    costs: dict[int, list[float]] = {1: [], 8: []}
+    for row in MEASURED:
+        if row["rows"] <= 16:
+            costs[row["kv_heads"]].append(cost_of_the_rule(row))
+    assert [len(found) for found in costs.values()] == [12, 12]
+    assert np.mean([*costs.values()]) < 1.012
+    assert max(costs[1]) < 1.15
+    assert max(costs[8]) < 1.02
 
 
 @pytest.mark.parametrize(
@@ -105,6 +107,8 @@ def test_the_rule_is_near_what_was_fastest() -> None:
         (32, 8, "float8_e4m3fn", 3, 49),
         (128, 8, "float8_e4m3fn", 3, 49),
         (8, 8, "float8_e4m3fn", 4, 64),
+        (256 * 8, 8, "bfloat16", 2, 16),  # a tree of 64 nodes, of 32: 4 query heads a KV head
+        (128 * 8, 8, "bfloat16", 2, 33),
     ],
 )
 def test_the_rule_finds_what_was_fastest(

@@ -26,10 +26,8 @@ TYPES_8 = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2"}
 _BYTES = {"float": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1}
 _BESIDE = 2048  # bytes of shared memory that a block takes beside its tiles, and the system with it
 _WARPS, _UNROLL = 4, 4  # of a block; tokens that a group of lanes of the multiply-add kernel takes at a time
-_MERGED_APART = (
-    256  # heads of more channels have the merge of their splits in a launch of its own: combine.cuh
-)
-_MERGED_CHANNELS = 64  # of a block of that launch
+_MERGED_APART = 256  # heads of more channels have the merge of their splits in a launch of its own
+_MERGED_CHANNELS = 64  # of a block of that launch; those of other heads are one block's
 
 
 class Tokens(NamedTuple):
@@ -124,7 +122,8 @@ def merge_kernel(v_dim: int, rows: int) -> str | None:
 
 def merge_blocks(variant: Variant, v_dim: int, rows: int) -> int:
     """Blocks of the launch of its `merge` for each tile, `rows` being those of a KV head; 0 without one."""
-    return min(variant.rows, rows) * (v_dim // _MERGED_CHANNELS) if variant.merge else 0
+    slices = v_dim // _MERGED_CHANNELS if v_dim > _MERGED_APART else 1
+    return min(variant.rows, rows) * slices if variant.merge else 0
 
 
 def mma_kernel(
@@ -137,11 +136,24 @@ def mma_kernel(
 ) -> Variant | None:
     """The tensor-core kernel for `rows` rows of a KV head, latent where head_dim is that of latent keys; None
     where it needs more shared memory than there is."""
+    if rows > 64 and head_dim <= 128 and kv_type == q_type:
+        return _rows_kernel(q_type, head_dim, shared_limit, tokens)
     for tile in _tiles_for(head_dim, rows, kv_type in TYPES_8):
         kernel = _mma_kernel(q_type, kv_type, head_dim, tile, shared_limit, tokens)
         if kernel is not None:
             return kernel
     return None
+
+
+def _rows_kernel(q_type: str, head_dim: int, shared_limit: int, tokens: Tokens) -> Variant | None:
+    """Of tiles of 128 rows: queries stay in shared memory, beside three tiles of 32 tokens."""
+    rows, step, stages = 128, 32, 3
+    size = max((rows + stages * 2 * step) * (head_dim + 8) * 2, 4 * rows * (head_dim + 10))
+    if size + _BESIDE > shared_limit:
+        return None
+    name = f"attention_rows<{q_type}, {head_dim}, {step}, {stages}{tokens.expression}>"
+    merge = f"merge_splits<{head_dim}, {rows}, {head_dim}>"
+    return Variant("attention_rows", name, size, rows, step, blocks=2, merge=merge)
 
 
 def _mma_kernel(
