@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(Shape::THREADS) attention_mma(const AttentionA
   // Few tokens of a warp are one chain of products for each score: two, half as long, wait less. Copies are started
   // between the products, where nobody asks which tokens are seen or where they lie: these leave the time for it.
   constexpr int TURNS = decltype(stages)::TURNS, CHAINS = EIGHTS <= 2 && STEPS % 2 == 0 ? 2 : 1;
-  constexpr bool BETWEEN = !NARROW && !Tokens::CHOSEN && !Tokens::PAGED && Shape::CHANNELS == 1 &&
+  constexpr bool BETWEEN = EIGHTS <= 2 && !NARROW && !Tokens::CHOSEN && !Tokens::PAGED && Shape::CHANNELS == 1 &&
                            decltype(stages)::VECTORS <= decltype(stages)::LANES;
   Floats *parts = reinterpret_cast<Floats *>(shared + BYTES); // of scores: [warps][eights][lanes]
 

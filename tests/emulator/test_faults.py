@@ -74,6 +74,7 @@ def is_seen(fault: str, seed: int, good: np.ndarray) -> bool:
 SILENT = (
     "no_fence",
     "no_views_barrier",
+    "no_views_barrier_rows",
     "no_arrival_barrier",
     "query_always_by_vectors",
     "misaligned_scratch",

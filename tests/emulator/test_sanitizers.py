@@ -132,6 +132,7 @@ def test_thread_sanitizer_sees_missing_synchronisation(what: str, file: str) -> 
         ("beyond_global", "heap-buffer-overflow", "faults.cu"),
         ("misaligned_load", "misaligned address", "faults.cu"),
         ("mma_tables:no_views_barrier", "runtime error", "tokens.cuh"),
+        ("many:no_views_barrier_rows", "runtime error", "tokens.cuh"),
         ("fma_plain:misaligned_scratch", "misaligned address", "ptx.cuh"),
         ("fma_plain:query_always_by_vectors", "misaligned address", "attention.cuh"),
     ],
