@@ -72,31 +72,6 @@ def test_out_holds_the_result_whatever_is_expected(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "wrong.safetensors"]
 
 
-def test_lengths_scale_and_uneven_sizes(tmp_path):
-    draw = np.random.default_rng(0)
-    tensors = {
-        "q": draw.standard_normal((2, 3, 4, 8)).astype(np.float32),
-        "k": draw.standard_normal((2, 10, 2, 8)).astype(np.float32),
-        "v": draw.standard_normal((2, 10, 2, 8)).astype(np.float32),
-        "lengths": np.array([7, 0], np.int32),
-    }
-    save_file(tensors, tmp_path / "in.safetensors", metadata={"scale": "0.25"})
-    outputs = []
-    for layout in ("sizes=0,9,1", "zigzag"):
-        out = tmp_path / "out.safetensors"
-        treeattn("decode", tmp_path / "in.safetensors", "--layout", layout, "--check", "--out", out, ranks=3)
-        outputs.append(load_file(out))
-    keys, values, q = (tensors[name][0].astype(np.float64) for name in ("k", "v", "q"))
-    scores = 0.25 * np.einsum("qhd,thd->hqt", q, keys[:7].repeat(2, axis=1))
-    weights = np.exp(scores)
-    wanted = np.einsum("hqt,thd->qhd", weights / weights.sum(-1, keepdims=True), values[:7].repeat(2, axis=1))
-    for got in outputs:
-        np.testing.assert_allclose(got["out"][0], wanted, atol=1e-5)
-        np.testing.assert_allclose(got["lse"][0], np.log(weights.sum(-1)), atol=1e-5)
-        assert not got["out"][1].any()
-        assert (got["lse"][1] == -np.inf).all()
-
-
 def test_a_cache_without_tokens(tmp_path):
     """No rank has a key: out 0, lse -inf, and the oracle agrees."""
     none = np.ones((1, 0, 2, 16), np.float32)

@@ -9,6 +9,7 @@ import treeattn
 from tests.support.problems import random_qkv
 from tests.support.ranks import own_run
 from tests.support.schemes import assert_equal
+from treeattn.baselines import BASELINES
 from treeattn.errors import ArgumentError, StateError
 
 pytestmark = pytest.mark.mpi
@@ -29,8 +30,10 @@ CALLS = {
     [
         {"scheme": "hierarchical"},
         {"scheme": "hierarchical", "executor": "mpi"},
+        {"scheme": "hierarchical", "executor": "program"},
+        {"scheme": "head_scatter", "output": "heads"},
         {"scheme": "mpi_allreduce"},
-        {"scheme": "kv_ring"},
+        *({"scheme": name, "output": "heads" if row.scattered else None} for name, row in BASELINES.items()),
         {"scheme": "binary_tree", "groups": 2},
     ],
     ids=str,
@@ -38,6 +41,7 @@ CALLS = {
 def test_drawn_calls_give_the_right_result_or_a_state_error(comm, options):
     """Never memory that no step wrote, nor partials that were folded twice; every call in every state."""
     draw, state, seen = np.random.default_rng(13), "idle", set()
+    options = {name: value for name, value in options.items() if value}
     shape = {"heads": 8, "kv_heads": 4, "head_dim": 16, "batch": 2}
     how, own = treeattn.Reduction(**options), own_run(comm, 37)
     drawn = [random_qkv(37, queries=n, seed=n, **shape) for n in (1, 2, 3)]
@@ -64,3 +68,4 @@ def test_drawn_calls_give_the_right_result_or_a_state_error(comm, options):
             decoder.finish()
         with pytest.raises(ArgumentError, match="q has shape"):
             decoder(np.repeat(steps[2][0], 2, axis=1), *steps[2][1:])
+        decoder.begin(*steps[2])  # closing ends it

@@ -194,17 +194,6 @@ def test_steps_of_several_decoders_stay_apart(way):
     assert received[0] == (comm.rank - 1) % comm.size
 
 
-def test_halves_give_the_bits_of_a_whole_step(way):
-    own = own_run(way.comm, 37)
-    with way.planned(heads=8, batch=2, head_dim=16) as decoder:
-        for seed in range(3):
-            q, k, v = random_qkv(37, batch=2, heads=8, kv_heads=4, head_dim=16, seed=seed)
-            wanted = copies(decoder(q, k[:, own], v[:, own]))
-            decoder.begin(q, k[:, own], v[:, own])
-            way.comm.allgather("other work on the caller's communicator")
-            assert_equal(decoder.finish(), wanted)
-
-
 @pytest.mark.parametrize("half_way", [False, True])
 def test_a_decoder_that_was_left_by_an_error_is_closed(way, half_way):
     """Its next step must not return this rank's own part as if it were the whole. A second close is
@@ -223,11 +212,6 @@ def test_a_decoder_that_was_left_by_an_error_is_closed(way, half_way):
         with pytest.raises(StateError, match="closed"):
             step()
     decoder.close()
-
-
-def test_closing_ends_a_step_in_flight(way):
-    with way.planned(kv_heads=2) as decoder:
-        decoder.begin(*random_qkv(10))
 
 
 @pytest.mark.parametrize("scheme", sample(6, [*collectives.names("schedule"), "mpi_allreduce"]))

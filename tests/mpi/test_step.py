@@ -189,23 +189,6 @@ def test_same_bits_as_the_parts(planned, tensors, dtype, scheme):
     assert [index for index, one in enumerate(taken) if not one] == [0, 1, 2]
 
 
-def test_parts_and_whole_steps_take_turns(planned, tensors):
-    """What one has bound the other must not take for its own."""
-    q, k, v = tensors(tokens=12000)
-    first, second = (q, k, v, np.array([5, 6])), (q, k[:, :9], v[:, :9], None)
-    with planned() as decoder, planned() as parts:
-        for _ in range(3):
-            for arrays in (first, second):
-                wanted = in_parts(parts, *arrays)
-                assert_equal(decoder(*arrays), wanted)
-                assert_equal(in_parts(decoder, *arrays), wanted)
-                decoder.begin(*arrays)
-                assert_equal(decoder.finish(), wanted)
-        for arrays in (second, first):
-            in_parts(decoder, *first)
-            assert_equal(decoder(*arrays), in_parts(parts, *arrays))
-
-
 @pytest.mark.parametrize(
     "change",
     [

@@ -19,24 +19,6 @@ from treeattn.collectives.executors import loopback
 from treeattn.errors import ArgumentError, ScheduleError
 
 
-class Partials:
-    """The merge of attention partials (max, denominator, numerator...), commutative to the bit."""
-
-    def __init__(self, dtype=np.float64, width=5):
-        self.dtype, self.width = np.dtype(dtype), width
-
-    def merge(self, into, other):
-        swap = other[:, :1] > into[:, :1]
-        larger, smaller = np.where(swap, other, into), np.where(swap, into, other)
-        equal = larger[:, :1] == smaller[:, :1]  # also both -inf, where a difference would be NaN
-        factor = np.exp(np.where(equal, 0, smaller[:, :1] - np.where(equal, 0, larger[:, :1])))
-        into[:, 1:] = larger[:, 1:] + factor * smaller[:, 1:]
-        into[:, :1] = larger[:, :1]
-
-    def planned_merge(self, into, other):
-        return lambda: self.merge(into, other)
-
-
 class Words:
     """Writes down the order of the merges; not commutative on purpose."""
 
@@ -49,6 +31,7 @@ class Words:
         return lambda: self.merge(into, other)
 
 
+EXACT = cpu.MergeOperator(3, np.float64)
 IDENTITY = [-np.inf, 0, 0, 0, 0]
 
 
@@ -91,7 +74,7 @@ def test_it_is_the_direct_merge(schedule, records, seed):
     for dtype, tolerance in ((np.float64, 1e-13), (np.float32, 1e-5)):
         partials = random_partials(schedule.size, records, dtype, seed)
         expected, copies = direct_merge(partials), [partial.copy() for partial in partials]
-        results = loopback.run(schedule, partials, Partials(dtype))
+        results = loopback.run(schedule, partials, cpu.MergeOperator(3, dtype))
         result = gathered(schedule, results)
         np.testing.assert_array_equal(result[:, 0], expected[:, 0])
         scale = np.abs(expected[:, 1:]).max(initial=1.0)
@@ -111,7 +94,7 @@ def test_exact_inputs_give_one_bit_pattern_in_every_scheme(schedule, seed):
     partials[seed % schedule.size][:] = IDENTITY if schedule.size > 1 else 7
     expected = np.sum([partial for partial in partials if partial[0, 1]], axis=0)
     expected[:, 0] = 7
-    results = loopback.run(schedule, partials, Partials(np.float32))
+    results = loopback.run(schedule, partials, cpu.MergeOperator(3))
     assert gathered(schedule, results).tobytes() == expected.tobytes()
 
 
@@ -143,8 +126,8 @@ def finished(results):
 @examples(60)
 def test_the_root_has_the_bits_of_every_rank(name, size):
     values = random_partials(size, 2 * size + 1)
-    everywhere = loopback.run(build(name, size), values, Partials())
-    root, *others = loopback.run(build(name, size, result="root"), values, Partials())
+    everywhere = loopback.run(build(name, size), values, EXACT)
+    root, *others = loopback.run(build(name, size, result="root"), values, EXACT)
     assert root.tobytes() == everywhere[0].tobytes()
     assert not any(len(records) for records in others)
 
@@ -172,25 +155,29 @@ def test_without_a_class_results_are_exact_and_ranks_end_with_unlike_bits():
     schedule = different_brackets()
     assert check(schedule).determinism == "none"
     partials = random_partials(schedule.size, 200)
-    for result in loopback.run(schedule, partials, Partials()):
+    for result in loopback.run(schedule, partials, EXACT):
         np.testing.assert_allclose(result, direct_merge(partials), rtol=1e-12, atol=1e-12)
     rounded = [partial.astype(np.float32) for partial in partials]
-    assert len({result.tobytes() for result in loopback.run(schedule, rounded, Partials(np.float32))}) > 1
+    assert len({result.tobytes() for result in loopback.run(schedule, rounded, cpu.MergeOperator(3))}) > 1
 
 
 def test_partials_that_do_not_fit_are_refused():
     schedule, partials = build("chain", 3), random_partials(3, 4)
     with pytest.raises(ArgumentError, match="chain is for 3 ranks, but there are 2 partials"):
-        loopback.run(schedule, partials[:2], Partials())
+        loopback.run(schedule, partials[:2], EXACT)
     with pytest.raises(
         ArgumentError, match=r"partial of rank 1 is float64 \[3, 5\], the reduction needs float64 \[4, 5\]"
     ):
-        loopback.run(schedule, [partials[0], partials[1][:3], partials[2]], Partials())
+        loopback.run(schedule, [partials[0], partials[1][:3], partials[2]], EXACT)
     with pytest.raises(ArgumentError, match="partial of rank 0 is float64"):
-        loopback.run(schedule, partials, Partials(np.float32))
+        loopback.run(schedule, partials, cpu.MergeOperator(3))
 
 
 def test_a_schedule_that_does_not_check_does_not_run():
     schedule = build("chain", 3)
     with pytest.raises(ScheduleError, match="lacks rank 2"):
-        loopback.run(replace(schedule, rounds=schedule.rounds[1:]), random_partials(3, 4), Partials())
+        loopback.run(
+            replace(schedule, rounds=schedule.rounds[1:]),
+            random_partials(3, 4),
+            EXACT,
+        )
