@@ -276,9 +276,3 @@ def test_tables_fit_80_columns_and_all_is_there_on_request():
     wide = treeattn(*words, "--wide", ranks=2)
     assert "messages" in wide.stdout
     assert "4.2e-04 of out" in wide.stdout
-
-
-def test_singletons_are_noticed():
-    """A launcher of another MPI starts processes that do not find each other."""
-    done = treeattn("decode", CACHE, OMPI_COMM_WORLD_SIZE="4", OMPI_COMM_WORLD_RANK="0", code=1)
-    assert "launcher" in done.stderr

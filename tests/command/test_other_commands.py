@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ElementTree
 import click
 import pytest
 
-from treeattn import cli, collectives, report, schemes
+from treeattn import cli, collectives, schemes
 from treeattn.cli import doctor, probe
 from treeattn.errors import BackendError
 from treeattn.mpi import library
@@ -131,17 +131,6 @@ def test_every_column_on_request():
     assert "proved" in narrow.stdout
     assert "time (p ranks, n bytes)" in every.stdout
     assert "time (p ranks, n bytes)" not in narrow.stdout
-
-
-def test_progress_is_a_line_now_and_then(capsys, monkeypatch):
-    now = 100.0
-    monkeypatch.setattr(report.time, "monotonic", lambda: now)
-    say, other_rank = report.Progress(first=3, every=10), report.Progress(False)
-    for second in range(30):
-        now = 100.0 + second
-        say(f"second {second}")
-        other_rank("silent")
-    assert capsys.readouterr() == ("", "second 3\nsecond 13\nsecond 23\n")
 
 
 @pytest.mark.deep

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 
@@ -74,29 +73,6 @@ def test_only_the_first_speaks():
     done = treeattn("decode", CACHE, **{**NO_PLUG_IN, "SLURM_PROCID": "2"}, code=1)
     assert done.stdout == ""
     assert "the launcher started" not in done.stderr
-
-
-#: A shell stands for what starts a container; one without root has a user namespace, out of which no
-#: environment can be read.
-CONTAINER = "env -i PATH='{path}' PYTHONPATH={root} {python} -m treeattn {words}; exit $?"
-ROOTLESS = "unshare --user --map-root-user"
-
-
-@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
-@pytest.mark.parametrize(("words", "before"), [("doctor", ""), (f"decode {CACHE}", ROOTLESS)])
-def test_an_environment_that_does_not_arrive(words, before):
-    if before and (
-        shutil.which("unshare") is None or subprocess.run(["unshare", "--user", "true"]).returncode
-    ):
-        pytest.skip("this system gives users no namespaces")
-    inside = CONTAINER.format(path=os.environ["PATH"], root=ROOT, python=sys.executable, words=words)
-    done = subprocess.run(
-        [mpiexec(), "-n", "2", "sh", "-c", f"{before} {inside}"], cwd=ROOT, capture_output=True, text=True,
-        timeout=300, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "one of 2 processes" in " ".join((done.stdout + done.stderr).split())
-    assert words == "doctor" or done.stdout == ""
 
 
 def test_a_login_node(tmp_path):
