@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,11 +16,12 @@ import pytest
 from tests.support.drawn import sample
 from tests.support.partials import own_part, partials
 from tests.support.reducer_contract import OPERATOR
-from tests.support.virtual_node import virtual_node
 from treeattn.backends.cpu import compiled_kernels_problem
 from treeattn.collectives import build, names, to_root
 from treeattn.collectives.executors import loopback
-from treeattn.collectives.executors.slots import Slots
+from treeattn.collectives.executors.lowering import Addresses, Lowered, landing_records, lower, plan_program
+from treeattn.collectives.executors.slots import SharedPart, Slots, set_bytes
+from treeattn.collectives.runtime.reducer import ReductionSpec
 
 HERE, ROOT = Path(__file__).parent, Path(__file__).resolve().parents[3]
 KERNELS = ROOT / "kernels" / "cpu"
@@ -27,6 +30,49 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(compiled_kernels_problem() is not None, reason="no C compiler"),
 ]
+
+
+LINE = 128
+
+
+class Block:
+    """Arrays of one block, each on lines of its own."""
+
+    def __init__(self, size: int = 1 << 22) -> None:
+        whole = np.zeros(size + LINE, np.uint8)
+        self.bytes, self.used = whole[-whole.ctypes.data % LINE :], 0
+
+    def empty(self, shape, dtype=np.float32):
+        begin, size = self.used, int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self.used += -(-size // LINE) * LINE
+        assert self.used <= len(self.bytes)
+        return self.bytes[begin : begin + size].view(dtype).reshape(shape)
+
+
+class VirtualRank(NamedTuple):
+    records: np.ndarray
+    lowered: Lowered
+
+
+def virtual_node(schedule, records, slots=Slots):
+    """The block, and every rank of `schedule`: all of them share their memory."""
+    block, node = Block(), tuple(range(schedule.size))
+    buffers = [block.empty((records, OPERATOR.width)) for _ in node]
+    comms = [SimpleNamespace(rank=rank, size=schedule.size) for rank in node]
+    plans = [
+        plan_program(ReductionSpec(comm, OPERATOR, buffer), schedule, node)
+        for comm, buffer in zip(comms, buffers, strict=True)
+    ]
+    row = OPERATOR.width * 4
+    parts = {
+        rank: SharedPart(block.empty(2 * set_bytes(plans[0].program, row), np.uint8), None) for rank in node
+    }
+    ranks = []
+    for planned, buffer in zip(plans, buffers, strict=True):
+        landing = block.empty((landing_records(planned.program), OPERATOR.width))
+        addresses = buffer.ctypes.data, landing.ctypes.data, slots(parts, planned.program, row), row
+        ranks.append(VirtualRank(buffer, lower(planned.program, Addresses(*addresses), {})))
+    return block, ranks
 
 
 def compiled(folder, replace="", by=""):
