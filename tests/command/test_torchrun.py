@@ -16,11 +16,11 @@ pytestmark = needs_torch
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize(
-    ("ranks", "records"), [(3, (9,)), pytest.param(4, (1, 3, 9, 64), marks=pytest.mark.deep)]
-)
-def test_every_schedule_has_the_bits_of_its_definition(ranks, records):
-    torchrun(HERE / "torchrun_schedules.py", *records, ranks=ranks)
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.deep)])
+def test_schedules_and_trees_of_drafts_are_those_over_mpi(ranks):
+    plugins = ("-p", "no:pytest_mpi", "-p", "tests.support.torch_job", "--noconftest")
+    trees = "tests/mpi/test_token_tree.py", "-k", "not allreduce"
+    torchrun("-m", "pytest", *plugins, "-q", "-x", HERE / "torchrun_schedules.py", *trees, ranks=ranks)
 
 
 def test_whatever_takes_a_communicator_takes_a_process_group():

@@ -9,10 +9,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import treeattn
-from tests.support.token_trees import Case
 from tests.support.torchrun import without_mpi
 from treeattn.reference import attention
-from treeattn.token_tree import Verifier, verify
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 SHAPE = {"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "batch": BATCH, "dtype": "float32"}
@@ -60,24 +58,6 @@ def destroyed(groups):
             treeattn.decode(one, one, one, comm=group)
 
 
-def token_trees():
-    """One after another, planned and not, with every owner of a draft."""
-    for turn, owner in enumerate(("single", "position", "round_robin")):
-        case = Case.draw(turn, dist.get_world_size(), ("float32",))
-        k, v, lengths = case.shard(dist.get_rank())
-        known = np.stack([case.shard(rank)[2] for rank in range(dist.get_world_size())])
-        given = case.q, k, v, case.draft_k, case.draft_v, case.tree
-        for executor in "slots", "torch":
-            how = treeattn.Reduction("recursive_doubling", executor=executor)
-            case.check(*verify(*given, lengths=lengths, owner=owner, scheme=how))
-            batch, nodes, heads, head_dim = case.q.shape
-            shape = {"batch": batch, "nodes": nodes, "heads": heads, "head_dim": head_dim}
-            shape |= {"kv_heads": k.shape[2], "dtype": "float32"}
-            with Verifier(**shape, owner=owner, scheme=how) as verifier:
-                for _ in range(2):
-                    case.check(*verifier(*given, lengths, shard_lengths=known))
-
-
 def main():
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -120,7 +100,6 @@ def main():
     for at in range(41):
         cache.append(k[:, at : at + 1], v[:, at : at + 1])
     close(treeattn.decode(q, cache.k, cache.v, lengths=cache.lengths), wanted)
-    token_trees()
     refusals()
     without_mpi()
     dist.barrier()

@@ -7,7 +7,7 @@ package promises.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -114,24 +114,9 @@ class Case:
         )
 
     def __str__(self) -> str:
-        parts = [self.dtype, f"d{self.head_dim}", f"g{self.group}", f"q{self.queries}", f"t{self.tokens}"]
-        parts += [f"len{'+'.join(map(str, self.lengths))}"] if self.lengths else []
-        parts += [f"splits{self.splits}"] if self.splits else []
-        parts += [self.layout] if self.layout != "tokens" else []
-        parts += [f"scores{self.scores:g}"] if self.scores != 4 else []
-        parts += [f"drafts{self.drafts}"] if self.drafts else []
-        parts += ["causal"] if self.causal else []
-        parts += ["window{}+{}".format(*self.window)] if self.window else []
-        parts += [f"leading{self.leading}"] if self.leading else []
-        parts += [f"softcap{self.softcap:g}"] if self.softcap else []
-        parts += ["alibi"] if self.alibi else []
-        parts += [f"runs{len(self.runs)}"] if self.runs else []
-        parts += [f"at{'+'.join(map(str, self.q_at))}"] if self.q_at else []
-        parts += [f"begins{'+'.join(map(str, self.begins))}"] if self.begins else []
-        parts += [f"v{self.v_dim}"] if self.v_dim else []
-        parts += [self.kv] if self.kv else []
-        parts += [] if self.tensor_cores else ["fma"]
-        return "-".join(parts)
+        """What it is named in a report: all that is not as usual."""
+        given = ((field, getattr(self, field.name)) for field in fields(self))
+        return "-".join(f"{field.name}{value}" for field, value in given if value != field.default)
 
     @property
     def scale(self) -> float:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
-from hypothesis import strategies as st
 
-from tests.fuzz.settings import fuzzed
 from tests.support.partials import partials
 from tests.support.reducer_contract import (
     HEAD_DIM,
     OPERATOR,
-    Ranks,
-    ReducerContract,
+    OneRank,
+    OverRanks,
     plain,
     promised,
     wanted,
@@ -23,38 +20,13 @@ from treeattn.baselines import BASELINES
 from treeattn.collectives import Schedule, Transfer
 from treeattn.collectives.executors import compiled, interpreter
 from treeattn.collectives.libraries import mpi_allreduce, rescaled_sum
-from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.errors import ScheduleError
 from treeattn.mpi import communicators
 
 pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
 
 
-class OverMpi(ReducerContract):
-    """One rank of each case is here; rank 0 draws."""
-
-    ranks = Ranks
-
-    @pytest.fixture(autouse=True)
-    def _comm(self, comm):
-        self.comm, self.size, self.sizes = comm, comm.size, st.just(comm.size)
-
-    def for_each(self, strategy, check):
-        drawn = []
-        if self.comm.rank == 0:
-            each = settings(fuzzed(30 if self.size < 5 else 10), phases=[Phase.generate])
-            each(given(strategy)(lambda case: drawn.append(case)))()
-        for case in self.comm.bcast(drawn):
-            check(case)
-
-    def plan(self, case, buffers=None):
-        rank = self.comm.rank
-        array = buffers[rank] if buffers else np.zeros((case.records, OPERATOR.width), np.float32)
-        spec = ReductionSpec(self.comm, OPERATOR, array, case.granularity)
-        return self.ranks({rank: self.reducer(spec, case)}, {rank: array})
-
-
-class Schedules(OverMpi):
+class Schedules(OverRanks):
     @pytest.mark.parametrize("records", [4, 40_000])
     def test_swap_in_one_round_reads_the_state_before_it(self, records):
         """Large messages leave the buffer late: that is where a copy that lands too early shows.
@@ -103,15 +75,7 @@ class TestSlotsOfSeveralNodes(TestSlots):
         return case.nodes if len(communicators.node_groups(self.comm)) == 1 else super().nodes(case)
 
 
-class OneRank(Ranks):
-    """What can do nothing without waiting, and so is never done before `wait`."""
-
-    def settle(self):
-        for reducer in self.reducers.values():
-            reducer.test()
-
-
-class Libraries(OverMpi):
+class Libraries(OverRanks):
     """The library chooses the order: within rounding of the definition, and whatever the schedule."""
 
     ranks = OneRank

@@ -332,3 +332,11 @@ def test_a_save_beside_a_load(comm, several, tmp_path):
     cache = treeattn.ShardedCache(comm, capacity=8, kv_heads=2, head_dim=8)
     with pytest.raises(StateError, match="is at another call: (load|save); "):
         cache.save(tmp_path / "new") if comm.rank else treeattn.ShardedCache.load(tmp_path, comm)
+
+
+def test_plans_of_a_cache_that_differ_are_named(comm, several):
+    odd = comm.rank == comm.size - 1
+    plan = {"capacity": 8, "kv_heads": 1, "head_dim": 8}
+    for name, other in (("layers", 2), ("latent", True), ("v_dim", 16), ("dtype", "float32")):
+        with pytest.raises(ArgumentError, match=f"{name}.* differs between ranks"):
+            treeattn.ShardedCache(comm, **plan | ({name: other} if odd else {}))

@@ -6,12 +6,16 @@ from contextlib import ExitStack
 
 import numpy as np
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
+from tests.fuzz.settings import fuzzed
 from tests.support.partials import own_part, partials
 from tests.support.schedules import Case, cases
 from treeattn.backends.cpu import MergeOperator
 from treeattn.collectives import Schedule, Transfer, build, check
 from treeattn.collectives.executors import loopback
+from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.errors import ScheduleError, StateError
 
 HEAD_DIM = 8
@@ -66,6 +70,14 @@ class Ranks:
     def close(self):
         for reducer in self.reducers.values():
             reducer.close()
+
+
+class OneRank(Ranks):
+    """What can do nothing without waiting, and so is never done before `wait`."""
+
+    def settle(self):
+        for reducer in self.reducers.values():
+            reducer.test()
 
 
 class ReducerContract:
@@ -168,3 +180,27 @@ class ReducerContract:
         for array in (np.zeros((2, 2 * OPERATOR.width), np.float32)[:, ::2], np.zeros((2, OPERATOR.width))):
             with pytest.raises(ScheduleError, match="chain: the buffer must be C-contiguous float32"):
                 self.plan(plain(build("chain", size), size), buffers=[array] * size)
+
+
+class OverRanks(ReducerContract):
+    """One rank of each case is here; rank 0 draws."""
+
+    ranks = Ranks
+
+    @pytest.fixture(autouse=True)
+    def _comm(self, comm):
+        self.comm, self.size, self.sizes = comm, comm.size, st.just(comm.size)
+
+    def for_each(self, strategy, check):
+        drawn = []
+        if self.comm.rank == 0:
+            each = settings(fuzzed(30 if self.size < 5 else 10), phases=[Phase.generate])
+            each(given(strategy)(lambda case: drawn.append(case)))()
+        for case in self.comm.bcast(drawn):
+            check(case)
+
+    def plan(self, case, buffers=None):
+        rank = self.comm.rank
+        array = buffers[rank] if buffers else np.zeros((case.records, OPERATOR.width), np.float32)
+        spec = ReductionSpec(self.comm, OPERATOR, array, case.granularity)
+        return self.ranks({rank: self.reducer(spec, case)}, {rank: array})

@@ -25,6 +25,13 @@ def comm():
     return communicators.intracomm(None)
 
 
+@pytest.fixture
+def several(comm):
+    """Marks what one rank cannot do."""
+    if comm.size == 1:
+        pytest.skip("one rank is not several")
+
+
 class NcclOverTorch:
     """What `collectives.runtime.nccl.connect` gives, made of gloo's messages between emulated GPUs."""
 
