@@ -15,12 +15,8 @@ struct job {
   int64_t chunks, parts;
 };
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int64_t threads_of(const struct attention *a) { return least(a->threads > 1 ? a->threads : 1, MAX_THREADS); }
 static int64_t group_of(const struct attention *a) { return a->heads / a->kv_heads; }
 static int64_t row_floats(const struct attention *a) { return quotient_up(a->head_dim, LANES) * LANES; }
-static int64_t record_count(const struct attention *a) { return a->batch * a->heads * a->queries; }
 
 /* The workspace: q, widened; what each thread holds of a block's visible bits; records of the threads but the first. */
 static int64_t query_bytes(const struct attention *a) {

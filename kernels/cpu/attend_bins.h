@@ -91,11 +91,7 @@ typedef void score_function(const struct bins_block *b, const float *q, float (*
     score_exactly(TYPE, ROWS, b, q, scores);                                                                           \
   }
 #define SCORES(TYPE) SCORE(TYPE, 1) SCORE(TYPE, 2) SCORE(TYPE, 3) SCORE(TYPE, 4)
-SCORES(FLOAT32)
-SCORES(FLOAT16)
-SCORES(BFLOAT16)
-SCORES(E4M3FN)
-SCORES(E5M2)
+FOR_TYPES(SCORES)
 #define SCORE_NAMES(TYPE) {score_##TYPE##_1, score_##TYPE##_2, score_##TYPE##_3, score_##TYPE##_4}
 static score_function *const score_rows[5][ROWS_TOGETHER] = {
     SCORE_NAMES(FLOAT32), SCORE_NAMES(FLOAT16), SCORE_NAMES(BFLOAT16), SCORE_NAMES(E4M3FN), SCORE_NAMES(E5M2)};
@@ -361,11 +357,7 @@ typedef int32_t value_exponent_function(const struct bins_block *b, uint32_t bit
   static int32_t value_exponent_##TYPE(const struct bins_block *b, uint32_t bits) {                                    \
     return value_exponent(TYPE, b, bits);                                                                              \
   }
-VALUES(FLOAT32)
-VALUES(FLOAT16)
-VALUES(BFLOAT16)
-VALUES(E4M3FN)
-VALUES(E5M2)
+FOR_TYPES(VALUES)
 static widen_function *const widen[5] = {widen_FLOAT32, widen_FLOAT16, widen_BFLOAT16, widen_E4M3FN, widen_E5M2};
 static value_exponent_function *const value_exponents[5] = {value_exponent_FLOAT32, value_exponent_FLOAT16,
                                                             value_exponent_BFLOAT16, value_exponent_E4M3FN,

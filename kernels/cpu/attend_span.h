@@ -15,41 +15,27 @@ static struct stretch cut(const struct stretch *s, const struct piece *p) {
   return within;
 }
 
-/* What was found of a stretch's tokens: where they are, and for ALiBi which. */
-struct listing {
-  int64_t k_rows[CHUNK], v_rows[CHUNK];
-  const double *position;
-};
-
 static int sees(const struct attention *a, int64_t b, int64_t query, int64_t token) {
   return !a->visible || visible_bits(a->visible, b, a->queries, query, token, 1);
 }
 
-/* A token that is read: which one of those that were found. */
-static void list_token(const struct state *s, const struct listing *l, int64_t found, int64_t to) {
-  s->k_rows[to] = l->k_rows[found], s->v_rows[to] = l->v_rows[found];
-  if (l->position) s->listed[to] = l->position[found];
-}
-
-/* Lists the tokens of a stretch that a query sees, and in which order they are read. Returns how many. */
+/* Lists the tokens of a stretch that a query sees. Returns how many. */
 static int64_t list_tokens(const struct attention *a, const struct state *s, const struct piece *p,
                            const struct stretch *c, int64_t query, const double *position) {
-  const int64_t tokens = c->end - c->begin, turns = (tokens + STREAMS - 1) / STREAMS | 1;
-  struct listing found; /* filled where it is needed */
+  const int64_t tokens = c->end - c->begin;
   int64_t count = 0;
   find_rows(a, p->b, c->begin, c->end, 1, s->k_rows);
   find_rows(a, p->b, c->begin, c->end, 0, s->v_rows);
   if (position) memcpy(s->listed, position, (size_t)tokens * sizeof *position);
-  if (c->uniform && a->order == NEIGHBOURS) return tokens;
-  memcpy(found.k_rows, s->k_rows, (size_t)tokens * sizeof *s->k_rows);
-  memcpy(found.v_rows, s->v_rows, (size_t)tokens * sizeof *s->v_rows);
-  found.position = position;
-  for (int64_t turn = 0; c->uniform && turn < turns; ++turn)
-    for (int64_t i = turn; i < tokens; i += turns) list_token(s, &found, i, count++);
-  for (int64_t i = 0; !c->uniform && i < tokens; i += SEEN_TOGETHER) {
+  if (c->uniform) return tokens;
+  for (int64_t i = 0; i < tokens; i += SEEN_TOGETHER) {
     const int64_t some = least(SEEN_TOGETHER, tokens - i);
     uint32_t bits = visible_bits(a->visible, p->b, a->queries, query, c->begin + i, some);
-    for (; bits; bits &= bits - 1) list_token(s, &found, i + __builtin_ctz(bits), count++);
+    for (; bits; bits &= bits - 1, ++count) {
+      const int64_t seen = i + __builtin_ctz(bits);
+      s->k_rows[count] = s->k_rows[seen], s->v_rows[count] = s->v_rows[seen];
+      if (position) s->listed[count] = position[seen];
+    }
   }
   return count;
 }
@@ -61,13 +47,13 @@ static void attend_listed(const struct attention *a, const struct state *s, cons
   const int near = llabs(a->k_head_stride) > llabs(a->k_token_stride), whole = queries == a->queries;
   const int64_t together = near || !whole ? 1 : p->heads, step = whole ? tokens : SUM_TOKENS; /* by no stride */
   const int alibi = a->visible && a->visible->slopes;
-  s->k_rows[tokens] = 0;
   for (int64_t begin = 0; begin < tokens; begin += step)
     for (int64_t head = 0; head < p->heads; head += together) {
       const int64_t row = head * rows_per_kv_head(a) + query * rows_per_query(a);
       const struct in_order o = {.heads = (int)together,
                                  .rows = (int)(queries * rows_per_query(a)),
-                                 .scattered = a->order == SCATTERED,
+                                 .streams = a->way == ONE_STREAM ? 1 : STREAMS,
+                                 .ahead = a->way == IN_TURN_AHEAD ? BYTES_AHEAD : 0,
                                  .listed = !in_row,
                                  .tokens = least(step, tokens - begin),
                                  .block = tokens_in_order(a),
@@ -107,7 +93,7 @@ static void attend_stretch(const struct attention *a, const struct state *s, con
     const int seen = !c->uniform || end > query;
     if (end == query) ++end;
     const int64_t tokens = seen ? list_tokens(a, s, p, c, query, position) : 0;
-    const int in_row = c->uniform && a->order == NEIGHBOURS && !a->block_table;
+    const int in_row = c->uniform && !a->block_table;
     if (tokens) attend_listed(a, s, p, query, end - query, tokens, in_row, bits);
   }
 }

@@ -172,22 +172,13 @@ INLINE void add_channels(int vectors, const struct panel *p, struct tokens *bloc
     add_tile(vectors, TILE, weights + r, values, begin, end, factor + r, to + r * pitch, pitch);
     if (d % SEGMENT == 0) prefetch_more(block);
   }
-  switch (p->rows - r) { /* the compiler unrolls each, and keeps sums in registers */
-  case 5:
-    add_tile(vectors, 5, weights + r, values, begin, end, factor + r, to + r * pitch, pitch);
-    break;
-  case 4:
-    add_tile(vectors, 4, weights + r, values, begin, end, factor + r, to + r * pitch, pitch);
-    break;
-  case 3:
-    add_tile(vectors, 3, weights + r, values, begin, end, factor + r, to + r * pitch, pitch);
-    break;
-  case 2:
-    add_tile(vectors, 2, weights + r, values, begin, end, factor + r, to + r * pitch, pitch);
-    break;
-  case 1:
-    add_tile(vectors, 1, weights + r, values, begin, end, factor + r, to + r * pitch, pitch);
-  }
+  const int left = p->rows - r; /* the compiler unrolls each, and keeps sums in registers */
+  weights += r, factor += r, to += r * pitch;
+  if (left == 5) add_tile(vectors, 5, weights, values, begin, end, factor, to, pitch);
+  if (left == 4) add_tile(vectors, 4, weights, values, begin, end, factor, to, pitch);
+  if (left == 3) add_tile(vectors, 3, weights, values, begin, end, factor, to, pitch);
+  if (left == 2) add_tile(vectors, 2, weights, values, begin, end, factor, to, pitch);
+  if (left == 1) add_tile(vectors, 1, weights, values, begin, end, factor, to, pitch);
 }
 
 static __attribute__((noinline)) void add_values(const struct panel *p, struct tokens *block, int begin, int end,

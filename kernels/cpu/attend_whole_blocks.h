@@ -57,11 +57,7 @@ INLINE void sum_all_values(enum element_type type, int rows, const struct bins_b
     sum_all_values(TYPE, ROWS, b, bits, w, sums);                                                                      \
   }
 #define SUM_ALL(TYPE) SUM(TYPE, 1) SUM(TYPE, 2) SUM(TYPE, 3) SUM(TYPE, 4)
-SUM_ALL(FLOAT32)
-SUM_ALL(FLOAT16)
-SUM_ALL(BFLOAT16)
-SUM_ALL(E4M3FN)
-SUM_ALL(E5M2)
+FOR_TYPES(SUM_ALL)
 #define SUM_NAMES(TYPE) {sum_##TYPE##_1, sum_##TYPE##_2, sum_##TYPE##_3, sum_##TYPE##_4}
 static sum_function *const sum_rows[5][ROWS_TOGETHER] = {SUM_NAMES(FLOAT32), SUM_NAMES(FLOAT16), SUM_NAMES(BFLOAT16),
                                                          SUM_NAMES(E4M3FN), SUM_NAMES(E5M2)};

@@ -7,7 +7,6 @@
 
 #include "rows.h"
 #include "token_rows.h"
-#include "tuned.h"
 
 enum { CHUNK = 1008 }; /* tokens of a piece of work, at most */
 
@@ -15,10 +14,14 @@ enum { CHUNK = 1008 }; /* tokens of a piece of work, at most */
  * promise of exactness for equal scores and values. */
 enum { SUM_TOKENS = 128 };
 
-/* In which order tokens that all rows see are read. Cores that follow few streams of memory read fastest as it lies
- * (NEIGHBOURS), others where STREAMS places are read in turns (SCATTERED). */
-enum order { SCATTERED = 0, NEIGHBOURS = 1 };
-enum { STREAMS = 16, SEEN_TOGETHER = 16 }; /* the latter: tokens that visible_bits() is asked for at once */
+/* Tokens of a block, keys first and then values. Larger blocks change less often between the two. */
+enum { BLOCK_TOKENS = 512 };
+
+/* How a cache is read: as one stream, or from STREAMS places in turn, where lines are asked for or not. Which way is
+ * the fastest is a property of the processor; results have the same bits. */
+enum way { ONE_STREAM = 0, IN_TURN = 1, IN_TURN_AHEAD = 2 };
+enum { STREAMS = 4, BYTES_AHEAD = 1024 };
+enum { SEEN_TOGETHER = 16 }; /* tokens that visible_bits() is asked for at once */
 
 /* Tokens begin..end of those that stretches of a batch row hold together, and some KV heads. */
 struct piece {
@@ -33,21 +36,18 @@ struct state {
   float *maximum;              /* [rows] */
   double *slope, *base, *time; /* [rows], for ALiBi: see in_order.h; time: the query's position */
   double *position, *listed;   /* [CHUNK], for ALiBi: of a piece's tokens; of those that are read now */
-  int64_t *k_rows, *v_rows;    /* [CHUNK + 1]: where those are */
-  float *sum, *factor;         /* [rows][row_floats], [rows]; these and the next: see attend_in_order.h */
+  int64_t *k_rows, *v_rows;    /* [CHUNK]: where those are */
+  float *sum, *factor;         /* [STREAMS][rows][row_floats], [rows]; these and the next: see attend_in_order.h */
   uint16_t *q_bits;            /* [rows][row_floats] */
   float *scores, *lanes;       /* [tokens_in_order()][rows], [rows][WIDTH] */
 };
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t record_width(const struct attention *a) { return a->head_dim + RECORD_NUMERATOR; }
 static int64_t row_floats(const struct attention *a) { return whole_units(a->head_dim); }
 static int64_t rows_per_query(const struct attention *a) { return a->heads / a->kv_heads; }
-static int64_t rows_per_kv_head(const struct attention *a) { return rows_per_query(a) * a->queries; }
 
 /* Tokens of a block: the same for all pieces. Scores of many rows are to fit the second cache. */
 static int64_t tokens_in_order(const struct attention *a) {
-  return a->heads * a->queries > 64 ? SUM_TOKENS : block_tokens(a->kv_type);
+  return a->heads * a->queries > 64 ? SUM_TOKENS : BLOCK_TOKENS;
 }
 
 /* Whether scores can come from bfloat16 as it is: see attend_group.h. */
@@ -84,9 +84,9 @@ static int64_t lay_out(const struct attention *a, char *memory, struct state *s)
   s->numerator = take(memory, &at, floats * size);
   s->denominator = take(memory, &at, rows * WIDTH * size);
   s->maximum = take(memory, &at, rows * size);
-  s->k_rows = take(memory, &at, (CHUNK + 1) * (int64_t)sizeof(int64_t));
-  s->v_rows = take(memory, &at, (CHUNK + 1) * (int64_t)sizeof(int64_t));
-  s->sum = take(memory, &at, floats * size);
+  s->k_rows = take(memory, &at, CHUNK * (int64_t)sizeof(int64_t));
+  s->v_rows = take(memory, &at, CHUNK * (int64_t)sizeof(int64_t));
+  s->sum = take(memory, &at, STREAMS * floats * size);
   s->factor = take(memory, &at, rows * size);
   s->scores = take(memory, &at, (tokens_in_order(a) * rows + WIDTH) * size);
   s->lanes = take(memory, &at, rows * WIDTH * size);

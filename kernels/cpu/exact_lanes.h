@@ -56,13 +56,7 @@ INLINE vector load_ordered(enum element_type type, const char *from) {
     return widen_half(upper_halves(from));
 #endif
   }
-  vector_bits upper;
-  for (int i = 0; i < WIDTH; ++i) {
-    const uint32_t byte = (uint8_t)from[i], magnitude = byte & 0x7f;
-    const uint32_t nan = type == E4M3FN && magnitude == 0x7f ? 0x7fff0000u : 0;
-    upper[i] = (byte & 0x80) << 24 | magnitude << (type == E5M2 ? 24 : 23) | nan;
-  }
-  return widen_half(upper) * splat(unit_factor(type));
+  return widen_bytes(type, from) * splat(unit_factor(type));
 }
 
 /* The first `count` of them, 0 for the rest; reads nothing beyond them. */

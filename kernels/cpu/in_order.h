@@ -7,18 +7,20 @@
 
 /* Neighbouring KV heads with the rows of each, and the tokens of a piece. */
 struct in_order {
-  int heads, rows, scattered;     /* scattered: see enum order */
+  int heads, rows;
+  int streams;                    /* places that are read in turn, where there is one row for each head */
+  int64_t ahead;                  /* bytes from what is read there to what is asked for; 0: nothing is */
   int listed;                     /* whether tokens do not lie each `k_token` behind the one before */
   int64_t tokens, block;          /* block: tokens of one, at most */
   int64_t elements, floats;       /* of a key or value; of a row of q, whole units */
   const char *k, *v;              /* of the first head */
   int64_t k_head, v_head;         /* bytes from a head to the next, */
   int64_t k_token, v_token;       /* and from a token to the next in its page */
-  const int64_t *k_rows, *v_rows; /* [tokens + 1]: how far from there each token's row is; the last is not read */
+  const int64_t *k_rows, *v_rows; /* [tokens]: how far from there each token's row is */
   const float *q;                 /* [heads][rows][floats], as all that follows in a state */
   const uint16_t *q_bits;         /* the same as it came, in bfloat16, which is then to be scaled; or NULL */
   float scale;
-  float *numerator, *sum;
+  float *numerator, *sum; /* sum: of each stream */
   float *maximum, *denominator, *factor;
   float *scores, *lanes;                 /* scores[token][head][row] */
   float softcap;                         /* 0: none */

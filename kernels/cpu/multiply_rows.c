@@ -44,15 +44,9 @@ INLINE unit load_weights(int type, const char *from, int count) {
  */
 INLINE int comes_split(int type) { return WIDTH < 16 && is_split(type); }
 
-/* Rows that go through at once: each number of a vector is loaded once for all of them, if the compiler is kept from
- * loading it anew. Otherwise one row after the other: memory is read fastest as one stream. */
+/* Rows that go through at once: each number of a vector is loaded once for all of them. Otherwise one row after the
+ * other: memory is read fastest as one stream. */
 INLINE int rows_together(int count) { return WIDTH == 16 && count > 2 ? 2 : 1; }
-INLINE vector in_register(vector value) {
-#if SIMD_AVX512
-  __asm__("" : "+v"(value));
-#endif
-  return value;
-}
 
 /* One unit of some rows times that of `count` vectors. */
 INLINE void multiply_unit(const struct product *p, int type, const char *from, int64_t row_bytes, const float *x,
@@ -125,17 +119,9 @@ static void multiply_item(void *context, int64_t item, int worker) {
   }
   const int64_t row = item * p->rows_per_item;
   const int64_t past = row + p->rows_per_item < m->rows ? row + p->rows_per_item : m->rows;
-  switch (p->type) {
-  case FLOAT32:
-    multiply_rows_of(p, FLOAT32, m, row, past, out);
-    break;
-  case FLOAT16:
-    multiply_rows_of(p, FLOAT16, m, row, past, out);
-    break;
-  case BFLOAT16:
-    multiply_rows_of(p, BFLOAT16, m, row, past, out);
-    break;
-  }
+  if (p->type == FLOAT32) multiply_rows_of(p, FLOAT32, m, row, past, out);
+  if (p->type == FLOAT16) multiply_rows_of(p, FLOAT16, m, row, past, out);
+  if (p->type == BFLOAT16) multiply_rows_of(p, BFLOAT16, m, row, past, out);
 }
 
 /* The vectors in the order in which elements of the matrices come apart. */

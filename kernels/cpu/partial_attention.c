@@ -24,10 +24,6 @@ struct reading {
   struct stretch *stretches;
 };
 
-static int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-static int64_t record_count(const struct attention *a) { return a->batch * a->heads * a->queries; }
-static int threads_of(const struct attention *a) { return (int)least(a->threads > 1 ? a->threads : 1, MAX_THREADS); }
-
 /* The workspace: states of the threads, readings of the batch rows, partials of the chunks but the first. */
 static int64_t reading_bytes(const struct attention *a) {
   const int64_t stretches = most_stretches(a->queries) * (int64_t)sizeof(struct stretch);

@@ -2,6 +2,8 @@
 #ifndef TREEATTN_PARTIAL_ATTENTION_H
 #define TREEATTN_PARTIAL_ATTENTION_H
 
+#include "records.h"
+#include "thread_pool.h"
 #include "visible.h"
 
 /* What the bits of a record depend on: order and processor too; on the set of tokens that a query sees alone; also on
@@ -21,13 +23,19 @@ struct attention {
   int64_t v_batch_stride, v_token_stride, v_head_stride;
   float scale;
   int32_t q_type, kv_type;        /* enum element_type */
-  int32_t threads, order;         /* enum order of attention_state.h */
+  int32_t threads, way;           /* enum way of attention_state.h */
   int32_t reproducible;           /* enum reproducible */
   const struct visible *visible;  /* or NULL: every query sees the first lengths[b] tokens */
   const float *k_scale, *v_scale; /* [kv_heads]: what elements of k, v are multiplied with; NULL: 1 */
   const int32_t *block_table;     /* [batch, pages]: where a sequence's pages lie; NULL: its tokens lie in a row */
   int64_t pages, page_size;       /* tokens is pages * page_size, and the batch strides are those of pages */
 };
+
+static inline int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static inline int threads_of(const struct attention *a) { return (int)least(most(a->threads, 1), MAX_THREADS); }
+static inline int64_t rows_per_kv_head(const struct attention *a) { return a->heads / a->kv_heads * a->queries; }
+static inline int64_t record_count(const struct attention *a) { return a->batch * a->heads * a->queries; }
+static inline int64_t record_width(const struct attention *a) { return a->v_dim + RECORD_NUMERATOR; }
 
 /* Bytes of workspace for these shapes; pointers and strides are not looked at. */
 int64_t attention_workspace(const struct attention *a);

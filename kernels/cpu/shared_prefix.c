@@ -14,7 +14,6 @@
 enum { SHORTEST_PREFIX = 64 };
 
 static int64_t whole_lines(int64_t bytes) { return (bytes + 63) / 64 * 64; }
-static int64_t width_of(const struct attention *a) { return a->v_dim + RECORD_NUMERATOR; }
 static int64_t q_bytes(const struct attention *a) { return a->head_dim * (int64_t)element_size(a->q_type); }
 
 /* What the workspace holds before that of the attention itself. */
@@ -34,7 +33,7 @@ static struct sharing sharing_at(const struct attention *a, char *at) {
   s.counts = (int64_t *)(at += whole_lines(8 * a->batch));
   s.table = (int32_t *)(at += whole_lines(8 * a->batch));
   s.records = (float *)(at += whole_lines(4 * a->batch * a->pages));
-  s.q = at += whole_lines(4 * a->batch * a->queries * a->heads * width_of(a));
+  s.q = at += whole_lines(4 * a->batch * a->queries * a->heads * record_width(a));
   s.rest = at + whole_lines(a->batch * a->queries * a->heads * q_bytes(a));
   return s;
 }
@@ -99,7 +98,7 @@ static void take_away(const struct attention *a, const struct sharing *s, const 
 
 /* Where the records of a group lie whose first sequence stands at `at` of all members. */
 static float *records_at(const struct attention *a, const struct sharing *s, int64_t at) {
-  return s->records + at * a->heads * a->queries * width_of(a);
+  return s->records + at * a->heads * a->queries * record_width(a);
 }
 
 static void attend_prefix(const struct attention *a, const struct sharing *s, int64_t at, int64_t tokens) {
@@ -116,7 +115,7 @@ static void attend_prefix(const struct attention *a, const struct sharing *s, in
 }
 
 static void merge_prefix(const struct attention *a, const struct sharing *s, int64_t at) {
-  const int64_t width = width_of(a), queries = s->counts[at] * a->queries;
+  const int64_t width = record_width(a), queries = s->counts[at] * a->queries;
   for (int64_t i = 0; i < s->counts[at]; ++i)
     for (int64_t head = 0; head < a->heads; ++head)
       merge_partials(a->records + (s->members[at + i] * a->heads + head) * a->queries * width,

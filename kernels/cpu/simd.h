@@ -42,6 +42,8 @@ typedef uint32_t vector_bits __attribute__((vector_size(WIDTH * 4), may_alias));
  * only. */
 enum element_type { FLOAT32 = 0, FLOAT16 = 1, BFLOAT16 = 2, E4M3FN = 3, E5M2 = 4 };
 
+#define FOR_TYPES(MACRO) MACRO(FLOAT32) MACRO(FLOAT16) MACRO(BFLOAT16) MACRO(E4M3FN) MACRO(E5M2)
+
 INLINE size_t element_size(enum element_type type) { return type == FLOAT32 ? 4 : type <= BFLOAT16 ? 2 : 1; }
 
 /* What a loaded element has to be multiplied with: e4m3fn is read as float16, whose exponents count from elsewhere. */
@@ -53,6 +55,16 @@ INLINE vector load(const float *from) {
   vector result;
   memcpy(&result, from, sizeof result);
   return result;
+}
+
+/* Loaded once, where a compiler would load it anew for each use. */
+INLINE vector in_register(vector value) {
+#if SIMD_AVX512
+  __asm__("" : "+v"(value));
+#elif SIMD_AVX2
+  __asm__("" : "+x"(value));
+#endif
+  return value;
 }
 
 INLINE void store(float *to, vector value) { memcpy(to, &value, sizeof value); }
@@ -224,18 +236,18 @@ typedef struct {
   vector_bits even, odd;
 } halves;
 
-/* 32-bit words of two 16-bit patterns each: every pattern in the upper half of a lane, something below it. */
+/* 32-bit words of two 16-bit patterns each: every pattern in the upper half of a lane, 0 below it. */
 INLINE halves split_words(vector_bits words) {
 #if __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__
-  return (halves){words << 16, words};
+  return (halves){words << 16, words & 0xffff0000u};
 #else
-  return (halves){words, words << 16};
+  return (halves){words & 0xffff0000u, words << 16};
 #endif
 }
 
 INLINE unit split_bfloat16(vector_bits words) {
   const halves h = split_words(words);
-  return (unit){(vector)(h.even & 0xffff0000u), (vector)(h.odd & 0xffff0000u)};
+  return (unit){(vector)h.even, (vector)h.odd};
 }
 
 /* float16 in the upper half of each lane to float32, subnormal numbers, infinities and NaN included. */
@@ -246,6 +258,17 @@ INLINE vector widen_half(vector_bits upper) {
   const vector_bits normal = magnitude + (112u << 23) + (special & (112u << 23));
   const vector scaled = (vector)(magnitude + (113u << 23)) - 0x1p-14f;
   return (vector)(sign | (normal & ~subnormal) | ((vector_bits)scaled & subnormal));
+}
+
+/* Floats of 8 bits, one by one. */
+INLINE vector widen_bytes(enum element_type type, const char *from) {
+  vector_bits upper = {0};
+  for (int i = 0; i < WIDTH; ++i) {
+    const uint32_t byte = (uint8_t)from[i], magnitude = byte & 0x7f;
+    const uint32_t nan = type == E4M3FN && magnitude == 0x7f ? 0x7fff0000u : 0;
+    upper[i] = (byte & 0x80) << 24 | magnitude << (type == E5M2 ? 24 : 23) | nan;
+  }
+  return widen_half(upper);
 }
 
 INLINE unit split_float16(vector_bits words) {
@@ -322,13 +345,7 @@ INLINE unit load_float8(enum element_type type, const char *from) {
 }
 #else
 INLINE unit load_float8(enum element_type type, const char *from) {
-  vector_bits upper[2];
-  for (int i = 0; i < UNIT; ++i) {
-    const uint32_t byte = (uint8_t)from[i], magnitude = byte & 0x7f;
-    const uint32_t nan = type == E4M3FN && magnitude == 0x7f ? 0x7fff0000u : 0;
-    upper[i / WIDTH][i % WIDTH] = (byte & 0x80) << 24 | magnitude << (type == E5M2 ? 24 : 23) | nan;
-  }
-  return (unit){widen_half(upper[0]), widen_half(upper[1])};
+  return (unit){widen_bytes(type, from), widen_bytes(type, from + WIDTH)};
 }
 #endif
 

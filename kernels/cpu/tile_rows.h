@@ -38,11 +38,6 @@ struct piece {
   struct range common[PIECE_PANELS]; /* what lies inside all rows of a panel see */
 };
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-static int64_t quotient_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-static int64_t rows_per_kv_head(const struct attention *a) { return a->heads / a->kv_heads * a->queries; }
 static int64_t pieces_per_kv_head(const struct attention *a) {
   return quotient_up(rows_per_kv_head(a), PIECE_PANELS * PANEL);
 }
@@ -52,7 +47,6 @@ static int64_t piece_rows(const struct attention *a) {
   return quotient_up(quotient_up(rows_per_kv_head(a), pieces_per_kv_head(a)), PANEL) * PANEL;
 }
 
-static int64_t record_width(const struct attention *a) { return a->v_dim + RECORD_NUMERATOR; }
 static int64_t packed_floats(int64_t elements) { return quotient_up(elements, SEGMENT) * PACKED; }
 
 /* Cuts `count` floats off what lies at `at`, in whole lines of the cache. */

@@ -10,9 +10,6 @@
 #include "thread_pool.h"
 #include "tile_rows.h"
 
-static int64_t record_count(const struct attention *a) { return a->batch * a->heads * a->queries; }
-static int threads_of(const struct attention *a) { return (int)least(a->threads > 1 ? a->threads : 1, MAX_THREADS); }
-
 /* Where there are fewer pieces than keep threads busy, their chunks are work of their own. */
 static int cut_by_chunk(const struct attention *a) {
   return threads_of(a) > 1 && pieces_per_kv_head(a) == 1 && a->batch * a->kv_heads < 2 * threads_of(a);
@@ -50,16 +47,11 @@ INLINE void pack(enum element_type type, const char *from, const int64_t *rows, 
 
 static void pack_block(enum element_type type, const char *from, const int64_t *rows, uint64_t bits, int64_t elements,
                        float *to) {
-  if (type == FLOAT16)
-    pack(FLOAT16, from, rows, bits, elements, to);
-  else if (type == BFLOAT16)
-    pack(BFLOAT16, from, rows, bits, elements, to);
-  else if (type == E4M3FN)
-    pack(E4M3FN, from, rows, bits, elements, to);
-  else if (type == E5M2)
-    pack(E5M2, from, rows, bits, elements, to);
-  else
-    pack(FLOAT32, from, rows, bits, elements, to);
+  if (type == FLOAT32) pack(FLOAT32, from, rows, bits, elements, to);
+  if (type == FLOAT16) pack(FLOAT16, from, rows, bits, elements, to);
+  if (type == BFLOAT16) pack(BFLOAT16, from, rows, bits, elements, to);
+  if (type == E4M3FN) pack(E4M3FN, from, rows, bits, elements, to);
+  if (type == E5M2) pack(E5M2, from, rows, bits, elements, to);
 }
 
 /* Where the keys, or the values, of a KV head begin. */

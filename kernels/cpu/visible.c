@@ -5,9 +5,6 @@
 /* Uniform stretches shorter than this are joined with such neighbours, and masked where they differ. */
 enum { SHORTEST_UNIFORM = 64 };
 
-static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
-
 int64_t find_outside(const struct visible *v, int64_t batch, int64_t queries, int64_t tokens) {
   for (int64_t b = 0; b < batch; ++b) {
     if (v->drafts && (v->draft_begins[b] < 0 || v->draft_begins[b] + v->drafts > tokens)) return b + 1;

@@ -5,6 +5,9 @@
 
 #include <stdint.h>
 
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+
 struct visible {
   const int64_t *intervals;       /* [batch, queries, 4]: begin, end, begin, end of tokens, drafts aside */
   const int64_t *q_positions;     /* [batch, queries] */

@@ -53,7 +53,7 @@ static void attend(int with_tables) {
   a.batch = n[0], a.queries = n[1], a.heads = n[2], a.kv_heads = n[3], a.head_dim = a.v_dim = n[4];
   a.tokens = n[5];
   a.q_type = (int32_t)n[6], a.kv_type = (int32_t)n[7], a.threads = (int32_t)n[8];
-  a.order = (int32_t)n[9];
+  a.way = (int32_t)n[9];
   if (with_tables) take_tables(&a, &visible), a.visible = &visible;
   const int64_t q_size = a.q_type ? 2 : 4, size = a.kv_type > 2 ? 1 : a.kv_type ? 2 : 4;
   a.q_head_stride = a.head_dim * q_size;

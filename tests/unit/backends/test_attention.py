@@ -1,4 +1,4 @@
-"""Attention on the processor: NumPy, and C of every instruction set in both orders of reading."""
+"""Attention on the processor: NumPy, and C of every instruction set, reading one stream and four."""
 
 from __future__ import annotations
 

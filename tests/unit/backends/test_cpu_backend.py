@@ -13,8 +13,10 @@ import pytest
 from tests.support import verbs
 from tests.support.problems import assert_exact, random_qkv
 from tests.support.records_contract import RecordsContract
+from tests.unit.backends.conftest import ISAS, take
 from treeattn import partial, reference
 from treeattn.backends import cpu
+from treeattn.backends.cpu import attention as cpu_attention
 from treeattn.backends.cpu import compile
 from treeattn.errors import ArgumentError
 
@@ -192,10 +194,37 @@ def test_threads_start_anew_after_a_fork():
     assert os.waitpid(child, 0)[1] == 0
 
 
-@pytest.mark.parametrize(("vendor", "order"), [("AuthenticAMD", "neighbours"), ("GenuineIntel", "scattered")])
-def test_read_order_follows_the_processor(monkeypatch, vendor, order):
-    monkeypatch.setattr(compile, "processor_vendor", lambda: vendor)
-    assert cpu.read_order() == order
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("group", [1, 3, 4, 6])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(np.float32, np.float32), (np.float16, np.float16),
+                         (ml_dtypes.bfloat16, ml_dtypes.bfloat16), (np.float32, ml_dtypes.float8_e4m3fn),
+                         (np.float32, ml_dtypes.float8_e5m2)])  # fmt: skip
+def test_how_a_cache_is_read_changes_no_bit(isa, group, dtype, kv_dtype, monkeypatch):
+    """Tokens of less than a range, of more than a block, a chunk; heads together, and one by one."""
+    take(isa, monkeypatch)
+    for tokens, kv_heads, head_dim in ((1, 3, 64), (40, 1, 128), (130, 5, 64), (513, 3, 96), (2100, 2, 72)):
+        q, k, v = random_qkv(tokens, heads=group * kv_heads, kv_heads=kv_heads, head_dim=head_dim, seed=group)
+        q, k, v = q.astype(dtype), k.astype(kv_dtype), v.astype(kv_dtype)
+        for order in (k, v), [np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in (k, v)]:
+            expected, *others = (attend(q, *order, way=way) for way in cpu.WAYS)
+            for other in others:
+                assert_same_bits(other, expected)
+
+
+def test_the_way_is_measured_once_for_a_processor(monkeypatch, tmp_path):
+    monkeypatch.setattr(compile, "library_path", lambda isa: tmp_path / f"kernels-{isa}.so")
+    answers = iter(["one", "two", "three"])
+    for isa, wanted in (("avx2", "one"), ("avx2", "one"), ("neon", "two"), ("avx2", "one")):
+        assert compile.measured(isa, lambda: next(answers)) == wanted
+    monkeypatch.setattr(compile, "_processor", lambda field: "another")
+    assert compile.measured("avx2", lambda: next(answers)) == "three"
+    monkeypatch.setattr(compile, "library_path", lambda isa: tmp_path / "gone" / "kernels.so")
+    assert compile.measured("avx2", lambda: "not kept") == "not kept"
+
+
+def test_what_was_kept_of_another_version_is_measured_anew(monkeypatch):
+    monkeypatch.setattr(compile, "measured", lambda isa, measure: "scattered")
+    assert cpu_attention._fastest_way("an instruction set") in cpu.WAYS
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", ""])

@@ -85,8 +85,8 @@ def test_attention(driver, dtype, shape):
     if dtype == "float16" and tokens:
         v.reshape(-1)[: min(v.size, 1024)] = np.arange(1, 1025, dtype=np.uint16).view(np.float16)[: v.size]
     scale = head_dim**-0.5
-    for threads, order in ((1, 0), (1, 1), (3, 0), (3, 1)):
-        head = " ".join(map(str, ("attend", *shape, number, number, threads, order, scale)))
+    for threads, way in ((1, 0), (1, 1), (3, 1), (3, 2)):
+        head = " ".join(map(str, ("attend", *shape, number, number, threads, way, scale)))
         records = run(driver, head, q, k, v).reshape(batch, heads, queries, head_dim + 2)
         exact = reference(q, k, v, scale)
         empty = exact[..., 1] == 0
@@ -153,9 +153,9 @@ def test_what_a_query_may_see(driver, seed):
     exact = np.empty((batch, heads, queries, head_dim + 2), np.float32)
     how = {"tables": visible, "block_table": pages if pages.size else None}
     blocked.partial_attention(case.q, k, v, exact, scale=case.scale, **how)
-    for threads, order in ((1, 0), (3, 1)):
+    for threads, way in ((1, 0), (3, 2)):
         shape = (batch, queries, heads, k.shape[2], head_dim, tokens)
-        head = " ".join(map(str, ("see", *shape, kind, kind, threads, order, case.scale, *counts)))
+        head = " ".join(map(str, ("see", *shape, kind, kind, threads, way, case.scale, *counts)))
         arrays = (*tables, visible.draft_positions, pages, case.q, k, v)
         records = run(driver, head, *arrays).reshape(exact.shape)
         empty = exact[..., 1] == 0

@@ -6,9 +6,9 @@ decoder's step. Records are described in `treeattn.partial`.
 
 from treeattn.backends.cpu.attention import (
     MAX_THREADS,
-    ORDERS,
+    WAYS,
     PlannedAttention,
-    read_order,
+    fastest_way,
 )
 from treeattn.backends.cpu.bins import BinsOperator
 from treeattn.backends.cpu.compile import compiled_kernels_problem
@@ -23,15 +23,15 @@ from treeattn.backends.cpu.records import (
 
 __all__ = [
     "MAX_THREADS",
-    "ORDERS",
+    "WAYS",
     "BinsOperator",
     "MergeOperator",
     "PlannedAttention",
     "PlannedProduct",
     "PlannedStep",
     "compiled_kernels_problem",
+    "fastest_way",
     "planned_finish",
     "planned_pack",
     "planned_scale",
-    "read_order",
 ]

@@ -24,6 +24,7 @@ import shlex
 import stat
 import subprocess
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from treeattn.backends import kernel_folder
@@ -146,13 +147,40 @@ def library_path(isa: str) -> Path:
     name = f"{stem}-{_digest(*compiler, version)}.so"
     if not os.path.exists(folder / name):  # False, too, where this user may not look
         folder = _writable(folder)
-        with (folder / f"compiling-on-{platform.node()}.lock").open("a") as lock:
-            with contextlib.suppress(OSError):  # without working locks several compile: harmless
-                fcntl.flock(lock, fcntl.LOCK_EX)
+        with _alone(folder):
             if not os.path.exists(folder / name):
                 inputs = [str(file) for file in files if file.suffix == ".c"]
                 _compile([*compiler, *flags, *inputs, "-lm"], folder / name)
-    return folder / name  # closing the file gave the lock back
+    return folder / name
+
+
+def measured(isa: str, measure: Callable[[], str]) -> str:
+    """What `measure` says of this processor with these kernels, measured once: it is kept beside them, by the
+    processor's model, if it can be. One process of a machine measures while the others wait."""
+    model = _digest(*map(_processor, ("model name", "CPU implementer", "CPU part")))
+    library = library_path(isa)
+    path = library.with_name(f"{library.stem}-{model}.measured")
+    with contextlib.suppress(OSError):
+        return path.read_text(encoding="utf-8")
+    with _alone(path.parent):
+        with contextlib.suppress(OSError):
+            return path.read_text(encoding="utf-8")
+        found = measure()
+        with contextlib.suppress(OSError):
+            unfinished = path.with_name(f"{path.name}-{platform.node()}-{os.getpid()}")
+            unfinished.write_text(found, encoding="utf-8")
+            unfinished.replace(path)
+    return found
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """While other processes of this machine wait to be alone there, too."""
+    with contextlib.ExitStack() as stack:  # its end gives the lock back
+        with contextlib.suppress(OSError):  # without working locks several do the same work: harmless
+            lock = stack.enter_context((folder / f"compiling-on-{platform.node()}.lock").open("a"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _digest(*parts: str | bytes) -> str:
@@ -259,11 +287,6 @@ def _private_temporary_folder() -> Path:
 def _x86_features() -> set[str]:
     """Processor features as the -m flags name them, from Linux; empty where it cannot be read."""
     return set(_processor("flags").split())
-
-
-def processor_vendor() -> str:
-    """The maker of an x86 processor: GenuineIntel, AuthenticAMD and so on; empty where it cannot be read."""
-    return _processor("vendor_id")
 
 
 @functools.cache

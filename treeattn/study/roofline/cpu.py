@@ -50,7 +50,7 @@ def measure(
     ``reader``: in which way. ``rows``: for each case ``dtype``, ``group``, ``tokens``, ``threads``; ``gb_s``:
     bytes of the cache per second; ``percent_of_read_rate``: of one core's beside this case;
     ``percent_of_bound``: of the slower of reading and arithmetic with that many threads; ``microseconds``.
-    Also the ``isa`` and the ``order`` of reading in use, and ``multiply_add_rate_g_s``, 10^9 per second.
+    Also the ``isa`` and the ``way`` of reading in use, and ``multiply_add_rate_g_s``, 10^9 per second.
 
     Raises `ArgumentError` for an unknown type, a number that is not positive and more than the machine has
     room for, `BackendError` where there are no compiled kernels.
@@ -81,7 +81,7 @@ def measure(
         "reader": str(limits.reader),
         "multiply_add_rate_g_s": limits.multiply_add_rate / 1e9,
         "isa": compile.chosen_isa(),
-        "order": cpu.read_order(),
+        "way": cpu.fastest_way(),
         "rows": rows,
     }
 
