@@ -57,6 +57,29 @@ def test_from_zero_to_a_text(comm, directory, monkeypatch, capsys):
     assert capsys.readouterr().out == (f"{wanted}\n" if comm.rank == 0 else "")
 
 
+#: Of each model of the page what its published configuration says: layers, and numbers of a token in each.
+CONFIGURATIONS = {
+    "Llama-3.1-8B": (32, 2 * 8 * 128),
+    "Qwen3-30B-A3B": (48, 2 * 4 * 128),
+    "DeepSeek-V3 (latents)": (61, 512 + 64),
+}
+
+
+def test_the_memory_that_a_gpu_needs():
+    rows = re.findall(
+        r"^\| (.+) \| [\d,]+ \| ([\d,]+) \| (.+), (.+), (.+) \|$", (DOCS / "huggingface.md").read_text(), re.M
+    )
+    assert [name for name, *_ in rows] == list(CONFIGURATIONS)
+    for name, token, *memory in rows:
+        layers, numbers = CONFIGURATIONS[name]
+        bytes_of_a_token = 2 * layers * numbers
+        assert token == f"{bytes_of_a_token:,}"
+        for ranks, said in zip((1, 8, 64), memory, strict=True):
+            assert said == f"{bytes_of_a_token * 2**20 / ranks / 1e9:#.{len(said.replace('.', ''))}g}".rstrip(
+                "."
+            )
+
+
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.deep)])
 def test_a_prompt_computed_once(comm, directory, monkeypatch, compiled):
     """Also by a compiled model, as the page compiles it; here without a compiler."""
