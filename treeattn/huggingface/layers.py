@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -29,16 +28,20 @@ NOT_ATTENDED = (
 _HALF_FILLED = "the cache was left half filled by a call that failed: cache.reset() empties it"
 
 
-class _Updated(threading.local):
-    """The layer that was given new tokens last by this thread, until something attends."""
+class _Updated:
+    """The layer that was given new tokens last, until something attends."""
 
     layer: FullAttentionLayer | None = None
 
 
-_eager, _traced = _Updated(), SimpleNamespace(layer=None)
+class _UpdatedHere(threading.local, _Updated):
+    """One for each thread."""
 
 
-def updated() -> Any:
+_eager, _traced = _UpdatedHere(), _Updated()
+
+
+def updated() -> _Updated:
     """What tells of the layer of keys that cannot say it themselves, since a model made them of latents. Of a
     compiled model the tracer, which is one thread's at a time, has it: locals of threads it does not know."""
     return _traced if torch.compiler.is_compiling() else _eager
