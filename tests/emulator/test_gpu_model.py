@@ -61,7 +61,7 @@ def _broadcast(self: Llama, tokens: Any, *given: Any, **more: Any) -> None:
     MPI.COMM_SELF.Bcast(self.device.memory.empty((len(tokens), 96), np.float32))
 
 
-def _write_by_the_host(self: ShardedCache, writes: Any, given: Any, reach: Any) -> None:
+def _write_by_the_host(self: ShardedCache, writes: Any, reach: Any, given: Any) -> None:
     self._reserve(reach)
     for rows, into, _ in writes:
         for shard, new in zip(self.arrays, given, strict=True):

@@ -214,7 +214,7 @@ def test_a_model_whose_keys_lie_on_cache_nodes(comm):
 
 
 FORGOTTEN = {
-    "append": (CacheLayer, "_given", lambda layer, *given: given),
+    "append": (CacheLayer, "_as_stored", lambda layer, *given: given),
     "decode": (huggingface.attention, "as_rows", lambda states: states.numpy()),
     "select": (CacheLayer, "select", copied_by_numpy),
     "save": (Cuda, "to_host", lambda device, array: np.asarray(array)),
