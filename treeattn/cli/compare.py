@@ -65,7 +65,7 @@ def _numbers(
 @click.option("--transport", metavar="T[,T..]",
               help="From GPUs: host, nccl, peer, cuda-mpi; default all that are there.")  # fmt: skip
 @options.CLUSTER
-@click.option("--repetitions", type=click.IntRange(1, 10_000), default=10,
+@click.option("--repetitions", type=click.IntRange(1, 10_000), default=11,
               help="Blocks of each point, with those that the file holds.")  # fmt: skip
 @click.option("--seconds", type=click.FloatRange(0, 3600, min_open=True), default=0.3,
               help="About so long for all blocks of a point; longer for 20 iterations each.")  # fmt: skip
@@ -179,7 +179,7 @@ def _keys(
 
 def _shape_of_bytes(elements: float, head_dim: int) -> tuple[int, int]:
     """As many heads as come nearest, or one of fewer elements where that is less than one."""
-    heads = round(elements / (head_dim + 2))
+    heads = round(elements / (head_dim + 2)) if elements >= head_dim + 2 else 0
     return (heads, head_dim) if heads else (1, max(6, 8 * round(elements / 8) - 2))
 
 

@@ -3,14 +3,16 @@ predicted against measured. docs/measuring.md derives every column."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from statistics import median
 from typing import Any
 
+from treeattn.collectives.catalog import CATALOG
 from treeattn.report import Column, Report, count, identical, microseconds
 from treeattn.study.compare.rows import ENOUGH, SUM, Key
-from treeattn.study.compare.summary import FEWEST, Summary
+from treeattn.study.compare.summary import Summary, fewest
 from treeattn.study.why import equal_messages, headline
 
 COLUMNS: list[Column[Summary]] = [
@@ -50,6 +52,8 @@ def sentence(rows: Sequence[Summary]) -> str:
     """The headline of the rows of a case."""
     first = rows[0]
     said = f"{first['label']}, "
+    if first["scheme"] in CATALOG and CATALOG[first["scheme"]].scattered:
+        said = f"{first['label']} (each rank ends with its heads alone), "
     if first["ratio"] is None:
         said += f"{microseconds(first['time_us'])} µs"
     elif first["label"] == first["baseline"]:
@@ -112,15 +116,16 @@ def _add_notes(made: Report, summaries: Sequence[Summary]) -> None:
             f"\nµs: from the last rank's entry to the last one's exit; ratio: to {baselines} within each "
             "repetition; bits proved: by the schedule; measured: in this run"
         )
-        if max(row["blocks"] for row in summaries) < FEWEST:
-            made.line(f"which is faster, --repetitions {FEWEST} at least can tell")
+        most = max(Counter(row["case"] for row in summaries).values())
+        if max(row["blocks"] for row in summaries) < (needed := fewest(most - 1)):
+            made.line(f"which of {most} is faster, --repetitions {needed} at least can tell")
         elif max(row["runs"] for row in summaries) == 1:
             made.line(
                 "of one run: what only another run changes, such as the cores of ranks, is in no interval "
                 "(the same command with more --repetitions adds blocks of another run)"
             )
-    if (fewest := min(row["iterations"] for row in summaries)) < ENOUGH:
-        made.line(f"as few as {fewest} iterations a block: a median wants {ENOUGH}; give more --seconds")
+    if (least := min(row["iterations"] for row in summaries)) < ENOUGH:
+        made.line(f"as few as {least} iterations a block: a median wants {ENOUGH}; give more --seconds")
     if (late := max(row["late"] / (row["blocks"] * row["iterations"]) for row in summaries)) > 0.1:
         made.line(f"some rank entered after the agreed instant in up to {min(late, 1):.0%} of the iterations")
 

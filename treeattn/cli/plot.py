@@ -85,7 +85,7 @@ def command(
     for (name, form), path in targets.items():
         files.output_writer(path)(draw.content(drawn[name], form))
         click.echo(str(path))
-    output.report(Report(summaries.to_dict("records")))
+    output.report(Report(summaries.astype(object).where(summaries.notna(), None).to_dict("records")))
     missing = [name for name in made if name not in drawn]
     if missing:
         click.echo(f"not in these results: {', '.join(missing)}", err=True)

@@ -123,7 +123,10 @@ def command(
         rows = _estimated(rows, sizes.payload, late, say)
     facts = [_facts(row, sizes.payload, several="," in placements) for row in rows]
     time = f"{microseconds(rows[0].estimate.time)} µs ({rows[0].estimate.interval})"
-    said = headline(f"{facts[0]['label']}, {time}", facts)
+    fastest = facts[0]["label"]
+    if rows[0].simulation.schedule.result == "scattered":
+        fastest += " (each rank ends with its heads alone)"
+    said = headline(f"{fastest}, {time}", facts)
     made = Report({
         "cluster": named.cluster.name,
         "named_by": named.by,
@@ -189,7 +192,7 @@ def _cases(
 ) -> Iterator[tuple[str, str, Schedule, Placement]]:
     """Prove every scheme under every placement; of all schemes, those that refuse this size are left out."""
     every = names == ["all"]
-    for name in collectives.names("schedule") if every else names:
+    for name in collectives.names("schedule") if every else dict.fromkeys(names):
         for where in map(str.strip, placements):
             suited = where == "suited"
             places = placed(cluster, ranks, "block" if suited else where)

@@ -95,7 +95,7 @@ def command(
     )
     made.line(intervals.words(named.cluster, ((one.name, sure[id(one)]) for one in best)))
     made.line("bits: always, by any merge that commutes; in order, where ranks fold in one order, as here")
-    if share:
+    if share >= 0.005:
         made.line(f"assumed prices: {share:.0%} of the fastest's time")
     if left:
         made.line(f"not priced, for their many messages: {', '.join(left)}")

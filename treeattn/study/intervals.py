@@ -95,13 +95,14 @@ def estimates(
     factors = np.exp(ASSUMED * chance.standard_normal((_MACHINES, len(unsure))))
     found = np.log(np.maximum(known + paid.sum(1), _LEAST))
     logs = np.log(np.maximum(known + factors @ paid.T, _LEAST))  # of each machine, each schedule
-    first, last = np.quantile(logs - logs[:, [np.argmin(found)]], (0.025, 0.975), axis=0)
+    priced = logs.copy()
     if drawn:
         steps = np.log(np.maximum(drawn, _LEAST))
         logs += steps.T[chance.integers(steps.shape[1], size=_MACHINES)] - found
         found = np.median(steps, axis=1)
     logs += _missed(cluster, chance, len(costs))
     base = int(np.argmin(found))
+    first, last = np.quantile(priced - priced[:, [base]], (0.025, 0.975), axis=0)
     low, high = np.exp(np.quantile(logs, (0.025, 0.975), axis=0))
     ratios = np.exp(np.quantile(logs - logs[:, base : base + 1], (0.025, 0.975), axis=0))
     decided = (first < 0) & (last > 0)

@@ -28,7 +28,7 @@ def counts(
 
     groups: the ranks of each node. Messages and bytes as `by_tier` has them; ``rounds``, and ``rounds_inter``
     with a message between nodes; ``busiest_bytes``: what the busiest node sends to others or takes from them,
-    on one node the busiest rank. ``sends``: equal for schedules whose messages are.
+    on one node the busiest rank. ``sends``: equal for schedules whose messages between the same places are.
     """
     sent = list(schedule.traffic(records, group))
     node = node_of(groups)
@@ -43,7 +43,7 @@ def counts(
         "rounds": len({m.round for m in sent}),
         "rounds_inter": len({m.round for m in sent if node[m.src] != node[m.dst]}),
         "busiest_bytes": max(busy.values(), default=0),
-        "sends": hashlib.sha256(repr(sorted(map(tuple, sent))).encode()).hexdigest()[:16],
+        "sends": hashlib.sha256(repr((groups, sorted(map(tuple, sent)))).encode()).hexdigest()[:16],
     }
 
 
@@ -77,7 +77,7 @@ def headline(fastest: str, rows: Sequence[Mapping[str, Any]]) -> str:
 def _because(first: Mapping[str, Any], other: Mapping[str, Any]) -> str:
     less = [name for name in _COUNTED if first[name] < other[name]]
     if not less:
-        return f"not for what it sends: {other['label']} has as few rounds, messages and bytes"
+        return f"not for what it sends: {other['label']} has no more rounds, nor more between nodes"
     both = [f"{_COUNTED[name]} {first[name]:,.0f} ({other[name]:,.0f})" for name in less]
     return f"because, {other['label']} in brackets: {', '.join(both)}"
 

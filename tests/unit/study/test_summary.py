@@ -13,7 +13,7 @@ from scipy import stats
 
 from treeattn.errors import MissingPackageError
 from treeattn.study.compare.rows import NCCL_SUM, SUM
-from treeattn.study.compare.summary import hodges_lehmann, holm, interval, p_value, summarise
+from treeattn.study.compare.summary import fewest, hodges_lehmann, holm, interval, p_value, summarise
 
 
 def rows(times, repetitions=10, seed=2, run="made"):
@@ -48,6 +48,7 @@ def test_what_disturbs_a_repetition_does_not_hide_who_is_faster():
     few = of(summarise(rows(times, repetitions=5)))
     assert {(one["ratio_low"], one["low_us"]) for one in few.values()} == {(None, None)}
     assert {few[name]["verdict"] for name in ("chain", "ring")} == {"not told apart"}
+    assert {one["like_fastest"] for one in few.values()} == {None}  # it cannot be told
 
 
 def test_which_others_may_be_the_fastest():
@@ -149,3 +150,10 @@ def test_without_a_difference_at_most_one_table_in_twenty_has_a_verdict():
         for seed in range(40)
     ]
     assert sum(told) <= 7
+
+
+@pytest.mark.parametrize(("others", "blocks"), [(1, 6), (12, 9), (25, 10), (26, 11), (51, 11)])
+def test_as_few_blocks_as_can_tell_from_so_many(others, blocks):
+    assert fewest(others) == blocks
+    best = p_value([-1.0] * blocks)
+    assert best * others <= 0.05 < 2 * best * others or blocks == 6

@@ -43,7 +43,7 @@ def test_a_headline_names_what_is_less_than_of_the_next_that_can_be_told_apart()
     assert headline("made", [first, sum_]) == "fastest here: made"  # a library tells nothing
     assert headline("SUM", [sum_, row("ring", False, ring)]) == "fastest here: SUM"
     assert headline("ring", [row("ring", None, ring), row("made", False, ours)]).endswith(
-        "; not for what it sends: made has as few rounds, messages and bytes"
+        "; not for what it sends: made has no more rounds, nor more between nodes"
     )
 
 

@@ -40,7 +40,7 @@ class Budget:
     never fewer than 3. No further block of a key that took `patience` seconds in all, planning and cold calls
     included."""
 
-    repetitions: int = 10
+    repetitions: int = 11
     iterations: int = 200
     seconds: float = 1.0
     patience: float = math.inf

@@ -18,6 +18,7 @@ think", TPDS 27(12), 2016). Where one run alone says the opposite of all togethe
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -50,7 +51,7 @@ def summarise(rows: Iterable[Row], baseline: str | None = None, tested: bool = T
     ones), ``iterations`` (fewest of a block). Where tested also ``low_us`` and ``high_us``, and, against
     ``baseline``, ``ratio``, ``ratio_low``, ``ratio_high``, ``p`` (corrected for all schemes of the case) and
     ``verdict``; each None where there are too few blocks, or no baseline. ``like_fastest``: whether it cannot
-    be told apart from the first of its case.
+    be told apart from the first of its case; None where so few blocks cannot tell.
     """
     cases: dict[Any, dict[Key, list[Row]]] = {}
     for row in rows:
@@ -64,7 +65,9 @@ def summarise(rows: Iterable[Row], baseline: str | None = None, tested: bool = T
         ordered = sorted(of_case, key=lambda key: _order(of_case[key]))
         if tested:
             for key, one in _against(case, ordered[0]).items():
-                of_case[key]["like_fastest"] = one["verdict"] not in ("faster", "slower")
+                told = one["verdict"] in ("faster", "slower")
+                able = of_case[key]["blocks"] >= fewest(len(case) - 1)
+                of_case[key]["like_fastest"] = not told if told or able else None
         found += [of_case[key] for key in ordered]
     return found
 
@@ -160,6 +163,12 @@ def interval(times: Sequence[float]) -> tuple[float | None, float | None]:
         return None, None
     found = extra("scipy.stats").quantile_test(times, q=0, p=0.5).confidence_interval(0.95)
     return float(found.low), float(found.high)
+
+
+def fewest(others: int) -> int:
+    """Repetitions below which none of so many others can be told from a scheme: the least p that signed ranks
+    have, corrected for all of them, is above 0.05."""
+    return 1 + math.ceil(math.log2(20 * max(others, 1)))
 
 
 def p_value(logs: Sequence[float]) -> float:
