@@ -34,6 +34,8 @@ def test_the_text_goes_on_in_another_job(comm, tmp_path, family):
         if writers is alone:
             own = f"{directory}/0"
         again = huggingface.ShardedKV(model.config, readers, capacity=9)
+        with pytest.raises(ArgumentError, match="device 'gpu' is unknown"):  # of one rank, on all
+            again.load(own, device="cpu" if readers.rank else "gpu")
         again.load(own)
         assert again.get_seq_length() == 29
         with pytest.raises(ArgumentError, match="29 slots already"):

@@ -20,6 +20,7 @@ from transformers.cache_utils import (
 )
 
 from treeattn.attention.shape import check_number
+from treeattn.backends.device import find
 from treeattn.cache import ShardedCache
 from treeattn.cache.sharded import CacheLayer
 from treeattn.cache_nodes import CacheNodes, connect
@@ -34,7 +35,7 @@ from treeattn.huggingface.plans import Plans
 from treeattn.huggingface.remote import RemoteLayer
 from treeattn.huggingface.tensors import dtype_name, torchs_stream
 from treeattn.mpi import communicators
-from treeattn.mpi.communicators import Agreement
+from treeattn.mpi.communicators import Agreement, collectively
 
 _ATTENTION = {"full_attention": FullAttentionLayer, "sliding_attention": SlidingWindowLayer}
 _STATES = ("linear_attention", "conv", "dummy")
@@ -258,9 +259,14 @@ class ShardedKV(Cache):
         device: where the model computes, as a word or as torch's object.
         Raises `ArgumentError` for another model, a cache that is not empty, and as `ShardedCache.load`.
         """
-        self.device = torch.device(device)
-        with torchs_stream(self.device):
-            saved.load(self, directory, unchecked)
+        collectively(self.comm, lambda: find(device))
+        before, self.device = self.device, torch.device(device)
+        try:
+            with torchs_stream(self.device):
+                saved.load(self, directory, unchecked)
+        except BaseException:
+            self.device = before
+            raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse copies and pickles, which would hold one rank's part alone."""

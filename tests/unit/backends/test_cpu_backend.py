@@ -14,7 +14,7 @@ from tests.support import verbs
 from tests.support.problems import assert_exact, random_qkv
 from tests.support.records_contract import RecordsContract
 from tests.unit.backends.conftest import ISAS, take
-from treeattn import partial, reference
+from treeattn import Rules, Shard, decode, partial, reference
 from treeattn.backends import cpu
 from treeattn.backends.cpu import attention as cpu_attention
 from treeattn.backends.cpu import compile
@@ -209,6 +209,24 @@ def test_how_a_cache_is_read_changes_no_bit(isa, group, dtype, kv_dtype, monkeyp
             expected, *others = (attend(q, *order, way=way) for way in cpu.WAYS)
             for other in others:
                 assert_same_bits(other, expected)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
+@pytest.mark.parametrize("isa", ISAS)
+def test_tokens_of_one_query_among_several_are_read_any_way(isa, dtype, monkeypatch):
+    """Where queries see far more than they share; the processor's own products of bfloat16."""
+    take(isa, monkeypatch)
+    q, k, v = (
+        one.astype(dtype) for one in random_qkv(1100, queries=2, heads=4, kv_heads=4, head_dim=64, seed=1)
+    )
+    how = {"rules": Rules(causal=True), "q_positions": [300, 1000]}
+    exact = [one.astype(np.float64) for one in (q, k, v)]
+    expected = decode(exact[0], Shard(*exact[1:], positions="contiguous"), **how)
+    for way in cpu.WAYS:
+        monkeypatch.setattr(cpu_attention, "_fastest_way", lambda isa, way=way: way)
+        found = decode(q, Shard(k, v, positions="contiguous"), **how)
+        for one, wanted in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, wanted, atol=2e-5)
 
 
 def test_the_way_is_measured_once_for_a_processor(monkeypatch, tmp_path):

@@ -161,10 +161,10 @@ def measured(isa: str, measure: Callable[[], str]) -> str:
     library = library_path(isa)
     path = library.with_name(f"{library.stem}-{model}.measured")
     with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8", errors="replace")
     with _alone(path.parent):
         with contextlib.suppress(OSError):
-            return path.read_text(encoding="utf-8")
+            return path.read_text(encoding="utf-8", errors="replace")
         found = measure()
         with contextlib.suppress(OSError):
             unfinished = path.with_name(f"{path.name}-{platform.node()}-{os.getpid()}")
