@@ -175,12 +175,11 @@ static void attend_in_order(enum element_type type, const struct in_order *o) {
     for (int64_t begin = 0; begin < count; begin += p.streams * p.tokens) {
       p = part_at(o, begin, count), part.scores = o->scores + begin * rows;
 #if SIMD_AVX512
-      if (o->q_bits) {
+      if (o->q_bits)
         score_bits(&part, token + begin, p.streams * p.tokens);
-        continue;
-      }
+      else
 #endif
-      scores[p.pass][type](&part, token + begin, p.tokens);
+        scores[p.pass][type](&part, token + begin, p.tokens);
     }
     adjust_in_order(o, token, (int)count);
     weigh_in_order(o, (int)count);

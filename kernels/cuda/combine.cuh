@@ -1,5 +1,6 @@
 // How the splits of a tile come together, within the launch that made them. Those of heads of more than 256 channels
-// or of many rows are more than one multiprocessor merges in time: merge_splits.cu does, in a launch of its own, by all of them.
+// or of many rows are more than one multiprocessor merges in time: merge_splits.cu does, in a launch of its own, by all
+// of them.
 //
 // Splits are numbered in groups of `fan`. A block stores its partials among those of its group and counts itself; the
 // last one of a group merges the group, and where there are several groups the last of these merges them. Each merge

@@ -1,6 +1,6 @@
-// Merges the splits of wide heads and of many rows, behind the launch that made them: a block takes CHANNELS of one row of a tile, so
-// that all multiprocessors read. Blocks (row * slices + slice, kv_head + tile * kv_heads, batch); for rows that a tile
-// lacks there is nothing to merge.
+// Merges the splits of wide heads and of many rows, behind the launch that made them: a block takes CHANNELS of one row
+// of a tile, so that all multiprocessors read. Blocks (row * slices + slice, kv_head + tile * kv_heads, batch); for
+// rows that a tile lacks there is nothing to merge.
 #include "combine.cuh"
 
 template <int HEAD_DIM, int TILE_ROWS, int CHANNELS>
