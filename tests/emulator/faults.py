@@ -72,7 +72,7 @@ FAULTS = {
     "wrong_split": Fault(
         "fma", "(batch, numerators, reader, stride, end)", "(batch, numerators, reader + 1, stride, end)"
     ),
-    "split_read_twice": Fault("fma", "first + BATCH * stride, stride, end)", "first, stride, end)"),
+    "split_read_twice": Fault("mma", "first + BATCH * stride, stride, end)", "first, stride, end)", "parts"),
     "wrong_weight": Fault(
         "fma", "add_scaled(sum, weights[at], batch[u])", "add_scaled(sum, weights[row], batch[u])"
     ),

@@ -161,10 +161,12 @@ def once(*q: int, tokens: int, splits: int) -> Callable[[EmulatorRuntime], Array
     return attend
 
 
-#: Large, then small: a tile of many rows; more splits than a warp has lanes, most of them empty; a tile of
-#: many latent rows and what is left of another, small in one split: more do not run under ThreadSanitizer.
+#: Large, then small: a tile of many rows; more parts than a reader asks for at a time; splits beyond lanes,
+#: most of them empty; a tile of many latent rows and what is left of another, small in one split: more do not
+#: run under ThreadSanitizer.
 _ONCE = {
     "tall": (once(1, 57, 1, 64, tokens=300, splits=4), once(1, 41, 1, 64, tokens=200, splits=3)),
+    "parts": (once(1, 4, 4, 64, tokens=600, splits=6), once(1, 4, 4, 64, tokens=300, splits=5)),
     "apart": (once(1, 1, 4, 576, tokens=300, splits=41), once(1, 1, 2, 576, tokens=70, splits=41)),
     "many_latent": (once(1, 35, 2, 576, tokens=100, splits=3), once(1, 66, 1, 576, tokens=100, splits=1)),
 }
