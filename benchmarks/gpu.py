@@ -99,10 +99,10 @@ class Step:
         self.out = zeros(rows * width, np.float32).reshape(batch, self.queries, heads, width)
         lse = zeros(rows, np.float32).reshape(batch, heads, self.queries)
         eight = {"kv_dtype": shape.dtype, "k_scale": 1.0, "v_scale": 1.0} if "float8" in shape.dtype else {}
-        self.attend = cuda.PlannedAttention(
+        attention = cuda.PlannedAttention(
             records, scale=shape.head_dim**-0.5, tables=self.tables(), runtime=self.runtime, **eight
         )
-        self.attend.finish_too(cuda.planned_finish(records, self.out, lse, runtime=self.runtime))
+        self.attend = attention.finishing(cuda.planned_finish(records, self.out, lse, runtime=self.runtime))
         q_shape = (batch, self.queries, heads, shape.head_dim)
         self.q = roofline.upload_random(self.runtime, q_shape, np.dtype(np.uint16))
         size = shape.batch * shape.tokens * shape.kv_heads * shape.head_dim * (1 if eight else 2)

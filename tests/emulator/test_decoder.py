@@ -52,6 +52,11 @@ def test_a_decoder_follows_a_growing_cache(runtime: EmulatorRuntime, where: str,
             grown.check(out, lse, tensor_cores=True)
         assert runtime.allocations == allocations
         assert runtime.launches == 4  # one a step: on one rank attention finishes, too
+        wanted, out[...] = out.copy(), 0
+        decoder.local(q, k, v, lengths=lengths)
+        decoder.reduce()
+        assert not out.any()  # as long as finish() is to come
+        np.testing.assert_array_equal(decoder.finish()[0], wanted)
         assert decoder.certificate is not None
         assert decoder.certificate.determinism == "A"
 

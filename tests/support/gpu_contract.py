@@ -90,8 +90,8 @@ class GpuContract(AttentionContract):
             self.put(np.full((case.batch, *rest), 77, np.float32))
             for rest in ((case.queries, case.heads, case.width), (case.heads, case.queries))
         )
-        planned.finish_too(cuda.planned_finish(records, out, lse, runtime=self.options(case, 0)["runtime"]))
-        planned(*self.arrays(case, inputs))
+        finish = cuda.planned_finish(records, out, lse, runtime=self.options(case, 0)["runtime"])
+        planned.finishing(finish)(*self.arrays(case, inputs))
         for found, wanted in zip((out, lse), self.results(self.get(records)), strict=True):
             assert np.isnan(wanted).any()
             assert (bits(self.get(found)) == bits(wanted)).all()

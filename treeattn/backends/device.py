@@ -203,10 +203,9 @@ class Device(Protocol):
     def finish(self, records: Array, out: Array, lse: Array) -> Callable[[], object]:
         """Writes out and lse from the folded records."""
 
-    def finish_attending(self, attention: Any, finish: Any) -> bool:
-        """Have `attention` do what `finish` does, in every later call; False, and nothing done, where it
-        cannot."""
-        return False
+    def attend_and_finish(self, attention: Any, finish: Any) -> Attention | None:
+        """`attention` that does what `finish` does, too; None where it cannot."""
+        return None
 
     def whole_step(
         self, attention: Any, reducer: Reducer, records: Array, out: Array, lse: Array

@@ -103,15 +103,15 @@ class Plan:
         return self.request.device.whole_step(self.attend, self.reducer, *results)
 
     @functools.cached_property
+    def attend_and_finish(self) -> Attention | None:
+        """The first and the last stage in one launch, where nothing is folded between them; None likewise."""
+        alone = self.reducer.idle and self.add_sinks is None and not self.buffers.sliced
+        return self.request.device.attend_and_finish(self.attend, self.finish) if alone else None
+
+    @functools.cached_property
     def reduce_and_finish(self) -> Callable[[], object] | None:
-        """The last stages in one launch, or in that of attention from here on, where nothing is reduced; None
-        likewise."""
-        if self.buffers.sliced:
-            return None
-        device, alone = self.request.device, self.reducer.idle and self.add_sinks is None
-        if alone and device.finish_attending(self.attend, self.finish):
-            return self.reducer
-        return self.reducer.fuse_epilogue(self.finish)
+        """The last stages in one launch; None likewise."""
+        return None if self.buffers.sliced else self.reducer.fuse_epilogue(self.finish)
 
     def with_tables(self) -> Plan:
         """The same but for attention, which reads tables of its own. Not where the reducer attends, which

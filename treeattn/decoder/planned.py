@@ -27,6 +27,8 @@ from treeattn.partial import Array
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
+    from treeattn.backends.device import Attention
+
 #: One step: the plan that it follows, (q, k, v, lengths), and a block table. A plain tuple, since every step
 #: in parts makes one.
 StepArguments: TypeAlias = tuple[Plan, tuple[Any, Any, Any, ArrayLike | None], BlockTable | None]
@@ -222,19 +224,23 @@ class PlannedDecode:
         return self._masked
 
     def _in_parts(self, step: StepArguments) -> tuple[Array, Array]:
-        reduce_and_finish = step[0].reduce_and_finish
-        self._attend(step)
-        if reduce_and_finish is not None:
-            reduce_and_finish()
+        plan = step[0]
+        self._attend(step, plan.attend_and_finish)
+        if plan.attend_and_finish is not None:
+            plan.reducer()  # has nothing to fold, and says where it is closed
+        elif plan.reduce_and_finish is not None:
+            plan.reduce_and_finish()
         else:
             self._reduce()
             self.plan.finish()
         return self._results_in_kind()
 
-    def _attend(self, step: StepArguments) -> None:
+    def _attend(self, step: StepArguments, attend: Attention | None = None) -> None:
+        """attend: in place of the plan's."""
         self._in_order()
         plan, (q, k, v, lengths), table = step
-        plan.attend(q, k, v, *self._device.check(self.shape, q, k, v, lengths, table, plan.tables))
+        given = self._device.check(self.shape, q, k, v, lengths, table, plan.tables)
+        (attend or plan.attend)(q, k, v, *given)
         if plan.add_sinks is not None:
             plan.add_sinks()
 

@@ -126,7 +126,6 @@ class PlannedAttention:
         self._scratch = runtime.zeros(0, np.float32)
         self._counters = runtime.zeros(0, np.uint32)
         self._workspaces: list[Any] = []
-        self._results: tuple[Array, ...] = ()
         self._bound: tuple[Any, ...] = ()
         self._layout: tuple[Any, ...] = ()
         self._tables: VisibleTables | None = None
@@ -147,12 +146,21 @@ class PlannedAttention:
             self.refresh()
         self._launch()
 
-    def finish_too(self, finish: Any) -> None:
-        """Do what `finish`, a `planned_finish` of these records, does, to the bit, in the same launches, from
-        the next one on."""
-        for name in ("out", "lse"):
-            self._arguments[name] = finish.arguments[name]
-        self._results = finish.arrays
+    def finishing(self, finish: Any) -> Callable[..., None]:
+        """A call that does what `finish`, a `planned_finish` of these records, does, too: to the bit, in the
+        same launches."""
+        places = [(self._arguments[name], finish.arguments[name][0]) for name in ("out", "lse")]
+        return functools.partial(self._finishing, places, finish.arrays)
+
+    def _finishing(self, both: list[tuple[Array, int]], owned: object, *given: Any) -> None:
+        """owned: the results, which live as long as this is planned."""
+        for place, address in both:
+            place[0] = address
+        try:
+            self(*given)
+        finally:
+            for place, _ in both:
+                place[0] = 0
 
     def refresh(self) -> None:
         """Queue what changed of `tables` to the device, as a call does before it launches: a captured call

@@ -68,9 +68,8 @@ class Cuda(Device):
         if not self._of_torch:
             return self.runtime.empty(shape, dtype)
         torch, size = sys.modules["torch"], math.prod(shape) * np.dtype(dtype).itemsize
-        device = torch.device("cuda", self.runtime.index)
         try:
-            room = torch.empty(max(1, size), dtype=torch.uint8, device=device)
+            room = torch.empty(max(1, size), dtype=torch.uint8, device=f"cuda:{self.runtime.index}")
         except torch.OutOfMemoryError as error:
             said = str(error).partition("\n")[0]
             raise BackendError(f"out of GPU memory: {said}; use a smaller cache, or more ranks") from error
@@ -230,10 +229,10 @@ class Cuda(Device):
     def finish(self, records: Array, out: Array, lse: Array) -> Callable[[], object]:
         return planned_finish(records, out, lse, runtime=self.runtime)
 
-    def finish_attending(self, attention: Any, finish: Any) -> bool:
+    def attend_and_finish(self, attention: Any, finish: Any) -> Attention:
         """Whoever stores the last of a record finishes it."""
-        attention.finish_too(finish)
-        return True
+        made: Attention = attention.finishing(finish)
+        return made
 
     def pack(self, records: Array, factor: float) -> Callable[[Array, Array], object]:
         return planned_pack(records, factor, runtime=self.runtime)
