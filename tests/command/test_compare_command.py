@@ -13,6 +13,7 @@ import time
 import pandas
 import pytest
 
+from treeattn.cli import compare
 from treeattn.study.compare.rows import SUM, Row, read
 from treeattn.study.compare.summary import summarise
 
@@ -52,6 +53,12 @@ def test_table_file_and_json(tmp_path):
     )
     assert set(reductions["bytes"]) == {288, 1008}
     assert not any(row.wrong for row in read(out))
+
+
+@pytest.mark.parametrize("size", [32, 64, 256, 260, 384, 512, 1024, 4096])
+def test_a_reduction_is_of_as_many_bytes_as_were_asked_for(size):
+    heads, dim = compare._shape_of_bytes(size / 4, 126)
+    assert heads * (dim + 2) * 4 == pytest.approx(size, abs=16)
 
 
 def test_nothing_is_measured_twice_and_more_repetitions_are_of_another_run(tmp_path):

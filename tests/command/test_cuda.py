@@ -155,26 +155,14 @@ def test_a_transport_that_is_not_there_is_said_and_left_out(tmp_path, commands):
 @needs_emulator
 @pytest.mark.parametrize(
     ("ranks", "options"),
-    [
-        pytest.param(1, "--draft ngram", marks=pytest.mark.deep),
-        (3, "--transport host --weights sharded"),
-    ],
+    [pytest.param(1, "--draft ngram", marks=pytest.mark.deep), (3, "--transport host --weights sharded")],
 )
 def test_generate_makes_the_tokens_of_the_processor(commands, tmp_path, ranks, options):
     found = {}
     for device in ("cpu", "cuda"):
         given = options if device == "cuda" else options.replace("--transport host", "")
         out = tmp_path / f"{device}.json"
-        words = (
-            *commands["generate"],
-            "-n",
-            6,
-            *given.split(),
-            "--device",
-            device,
-            "--json",
-            out,
-        )
+        words = (*commands["generate"], "-n", 6, *given.split(), "--device", device, "--json", out)
         done = treeattn(*words, ranks=ranks, emulated=device == "cuda")
         found[device] = done.stdout, json.loads(out.read_text())
     (printed, facts), (theirs, on_cpu) = found["cuda"], found["cpu"]

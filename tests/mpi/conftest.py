@@ -19,9 +19,9 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from tests.support.fake_nccl import connected_by
 from tests.support.models import write_model
 from tests.support.nccl import NcclOverMpi
-from treeattn.collectives.runtime import nccl
 from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 from treeattn.mpi import communicators
 
@@ -70,12 +70,7 @@ def duplicates(monkeypatch):
 
 @pytest.fixture
 def nccl_communicators(monkeypatch):
-    """NCCL is there, and made of MPI; the list of what was connected."""
-    made = []
-    monkeypatch.setattr(nccl, "problem", lambda: None)
-    monkeypatch.setattr(nccl, "version", lambda: (2, 30))
-    monkeypatch.setattr(nccl, "connect", lambda *given: made.append(NcclOverMpi(*given)) or made[-1])
-    return made
+    return connected_by(monkeypatch, NcclOverMpi)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -6,15 +6,7 @@ import numpy as np
 import pytest
 
 from tests.support.partials import partials
-from tests.support.reducer_contract import (
-    HEAD_DIM,
-    OPERATOR,
-    OneRank,
-    OverRanks,
-    plain,
-    promised,
-    wanted,
-)
+from tests.support.reducer_contract import HEAD_DIM, OPERATOR, OneRank, OverRanks, plain, promised, wanted
 from treeattn import collectives
 from treeattn.baselines import BASELINES
 from treeattn.collectives import Schedule, Transfer

@@ -68,8 +68,7 @@ def test_logits_and_tokens_are_hugging_faces(comm, written, name, way):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "weights"),
-    [("bfloat16", "sharded"), ("bfloat16", "replicated"), ("float16", "sharded")],
+    ("dtype", "weights"), [("bfloat16", "sharded"), ("bfloat16", "replicated"), ("float16", "sharded")]
 )
 def test_weights_of_16_bits(comm, tmp_path, dtype, weights):
     """Caches of their type cost no more than rounding keys, values and queries does; and drafts change no
@@ -139,17 +138,12 @@ class Oracle:
 
 
 @pytest.mark.parametrize(
-    ("weights", "drafter"),
-    [("sharded", "ngram"), ("sharded", "oracle"), ("replicated", "wrong")],
+    ("weights", "drafter"), [("sharded", "ngram"), ("sharded", "oracle"), ("replicated", "wrong")]
 )
 def test_drafts_change_no_token_and_no_logit(comm, written, weights, drafter):
     directory, wanted = written("biases"), GOLDEN["biases.tokens"].tolist()
     model, capacity = load(comm, directory, weights), len(PROMPT) + len(wanted)
-    makers = {
-        "ngram": NgramDrafts,
-        "oracle": lambda: Oracle(wanted, 3),
-        "wrong": lambda: Oracle(wanted, 0),
-    }
+    makers = {"ngram": NgramDrafts, "oracle": lambda: Oracle(wanted, 3), "wrong": lambda: Oracle(wanted, 0)}
     drafting = Drafting(8, makers[drafter]() if comm.rank == 0 else None)
     with Session(comm, model, PROMPT, capacity=capacity, drafts=8) as session:
         made = generate(session, len(wanted), drafting=drafting)

@@ -75,11 +75,7 @@ ON_ONE_RANK = [
     ("plain", {"begins": [1], "scheme": "kv_ring"}, "lets every query see every token: begins need"),
     ("8 bits", {"k_scale": None}, "a cache of float8_e5m2 needs k_scale: a number, or one for each KV head"),
     ("8 bits", {"v_scale": [1.0, 2.0, 3.0]}, "v_scale must be a number, or one for each of 2 KV heads"),
-    (
-        "8 bits",
-        {"k": K.astype("f2"), "v": V.astype("f2")},
-        "k_scale is for caches of float8_e4m3fn and",
-    ),
+    ("8 bits", {"k": K.astype("f2"), "v": V.astype("f2")}, "k_scale is for caches of float8_e4m3fn and"),
     ("8 bits", {"k": K.astype("u1"), "v": V.astype("u1")}, r"carry float8 bits: say of which, Shard\(dtype="),
     ("8 bits", {"k": K.astype("i1"), "v": V.astype("i1")}, "arrays of int8 are not supported"),
     ("8 bits", {"k": K.astype("f8"), "v": V.astype("f8")}, "k and v are float64, but q is float32"),
@@ -119,10 +115,7 @@ def test_what_is_wrong_on_one_rank_is_raised_by_all(comm, call, changes, message
 
 
 EVERYWHERE = [
-    (
-        {"scheme": "binary_three"},
-        "there is no scheme 'binary_three'; did you mean binary_tree.* known: ",
-    ),
+    ({"scheme": "binary_three"}, "there is no scheme 'binary_three'; did you mean binary_tree.* known: "),
     ({"scheme": "k_ary_tree:radix=0"}, "radix=0 is not allowed; radix .* takes an integer of at least 2"),
     ({"scheme": "chain:radix=2"}, "chain has no parameter 'radix'; it takes none"),
     ({"scheme": "hierarchical:nodes=100+1"}, "hierarchical: nodes=100[+]1 hold 101 ranks, but there are"),

@@ -7,13 +7,7 @@ import pytest
 
 from tests.support.ranks import assert_same_bits, raised_by_all
 from tests.support.token_trees import DTYPES, Case
-from treeattn.token_tree import (
-    TokenTree,
-    Verifier,
-    accept_greedy,
-    accept_speculative,
-    verify,
-)
+from treeattn.token_tree import TokenTree, Verifier, accept_greedy, accept_speculative, verify
 
 pytestmark = pytest.mark.mpi
 

@@ -15,7 +15,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Fabric", "Hang", "QueuedOperator", "Stream"]
+from treeattn.collectives.runtime import nccl
+
+__all__ = ["Fabric", "Hang", "QueuedOperator", "Stream", "connected_by"]
+
+
+def connected_by(monkeypatch: Any, kind: type[Any]) -> list[Any]:
+    """NCCL is there, and its communicators are of this kind; the list of what was connected."""
+    made: list[Any] = []
+    monkeypatch.setattr(nccl, "problem", lambda: None)
+    monkeypatch.setattr(nccl, "version", lambda: (2, 30))
+    monkeypatch.setattr(nccl, "connect", lambda *given: made.append(kind(*given)) or made[-1])
+    return made
 
 
 class Hang(Exception):

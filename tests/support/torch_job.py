@@ -10,8 +10,8 @@ import tempfile
 import pytest
 import torch.distributed as dist
 
+from tests.support.fake_nccl import connected_by
 from tests.support.torchrun import without_mpi
-from treeattn.collectives.runtime import nccl
 from treeattn.mpi import communicators
 
 _LIMIT = datetime.timedelta(seconds=float(os.environ.get("TREEATTN_TEST_DEADLINE", "120")))
@@ -63,12 +63,7 @@ class NcclOverTorch:
 
 @pytest.fixture
 def nccl_communicators(monkeypatch):
-    """NCCL is there, and made of torch's messages; the list of what was connected."""
-    made = []
-    monkeypatch.setattr(nccl, "problem", lambda: None)
-    monkeypatch.setattr(nccl, "version", lambda: (2, 30))
-    monkeypatch.setattr(nccl, "connect", lambda *given: made.append(NcclOverTorch(*given)) or made[-1])
-    return made
+    return connected_by(monkeypatch, NcclOverTorch)
 
 
 @pytest.hookimpl(tryfirst=True)

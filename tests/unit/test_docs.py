@@ -12,7 +12,11 @@ import pytest
 
 from tests.command.launch import in_process
 from treeattn.cli import commands
+from treeattn.collectives import build, needs_nodes
+from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.placement import node_groups
 from treeattn.selection import CATALOG
+from treeattn.study.decode_step import StepShape, attention_cost, reduction_cost
 
 ROOT = Path(__file__).resolve().parents[2]
 # adding-a-scheme.md is a walk that changes the catalogue: its own test runs it.
@@ -177,3 +181,15 @@ def test_a_table_shows_the_rows_and_columns_that_are_named(fill_tables, tmp_path
     assert "Not measured yet." in fill_tables.filled(f"{waiting}\n<!-- end -->")
     with pytest.raises(FileNotFoundError):
         fill_tables.filled(f"{waiting.replace('gpu_', '')}\n<!-- end -->")
+
+
+@pytest.mark.parametrize(("ranks", "scheme", "since"), [(8, "all_gather_merge", 8), (64, "hierarchical", 52)])
+def test_from_which_context_on_more_gpus_pay(ranks, scheme, since):
+    """As the page's command simulates them: there they are as fast as one."""
+    cluster, shape = description.load("dgx-h100"), StepShape(since << 10, 32, 8)
+    places = tuple(range(ranks))
+    nodes = {"nodes": node_groups(cluster, places)} if needs_nodes(scheme) else {}
+    reduction = reduction_cost(cluster, places, build(scheme, ranks, **nodes), shape).time
+    alone = attention_cost(cluster, 1, shape).time
+    assert attention_cost(cluster, ranks, shape).time + reduction == pytest.approx(alone, rel=0.1)
+    assert f"from {since}k" in (ROOT / "docs/huggingface.md").read_text()

@@ -276,9 +276,8 @@ class _Session:
         except MissingPackageError as error:
             note = f"medians only: {error}"
         summaries = summarise((row for row in self._rows if row.key in keys), tested=note is None)
-        headlines = compare_table.headlines(summaries)
-        errors = [*self._errors.values()]
-        made = Report({**self._job, "headlines": headlines, "summaries": summaries, "errors": errors})
+        facts = {"headlines": compare_table.headlines(summaries), "errors": [*self._errors.values()]}
+        made = Report({**self._job, "summaries": summaries, **facts})
         passed = compare_table.show(made, summaries, self._errors)
         made.note(note)
         if self._predicted_on:

@@ -9,7 +9,6 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
-from treeattn.collectives.catalog import CATALOG
 from treeattn.report import Column, Report, count, identical, microseconds
 from treeattn.study.compare.rows import ENOUGH, SUM, Key
 from treeattn.study.compare.summary import Summary, fewest
@@ -51,18 +50,16 @@ def headlines(summaries: Sequence[Summary]) -> dict[str, str]:
 def sentence(rows: Sequence[Summary]) -> str:
     """The headline of the rows of a case."""
     first = rows[0]
-    said = f"{first['label']}, "
-    if first["scheme"] in CATALOG and CATALOG[first["scheme"]].scattered:
-        said = f"{first['label']} (each rank ends with its heads alone), "
     if first["ratio"] is None:
-        said += f"{microseconds(first['time_us'])} µs"
+        said = f"{microseconds(first['time_us'])} µs"
     elif first["label"] == first["baseline"]:
-        said += "what the ratios are to"
+        said = "what the ratios are to"
     else:
-        said += f"{first['ratio']:.2f} of {first['baseline']}"
+        said = f"{first['ratio']:.2f} of {first['baseline']}"
     if ends := between(first["ratio_low"], first["ratio_high"], "{:.2f}".format):
         said += f" ({ends})"
-    return headline(said, rows)
+    # Bits of different heads are not compared.
+    return headline(first["label"], said, rows, first["same_bits"] is None and first["scheme"] != SUM)
 
 
 def bits(row: Summary) -> str:
@@ -144,25 +141,24 @@ def _show_predicted(made: Report, rows: Sequence[Summary]) -> list[Summary]:
     return found
 
 
-def _relative(row: Summary) -> float:
-    """Its time beside the others of its case."""
-    return float(row["ratio"] or row["time_us"])
-
-
 def accuracy(cases: Sequence[Sequence[Summary]]) -> dict[str, float]:
     """How good the predictions of all cases were, as fractions; empty without any. worst_choice: the time of
     what is predicted fastest over that of the fastest, in the case where it is largest."""
     every = [row for case in cases for row in case]
     if not every:
         return {}
+
+    def chosen(case: Sequence[Summary]) -> float:
+        column = "ratio" if all(row["ratio"] for row in case) else "time_us"
+        return float(
+            min(case, key=lambda row: row["predicted_us"])[column] / min(row[column] for row in case)
+        )
+
     return {
         "rows": len(every),
         "median": median(abs(row["predicted_us"] / row["time_us"] - 1) for row in every),
         "within_interval": sum(
             row["predicted_low_us"] <= row["time_us"] <= row["predicted_high_us"] for row in every
         ) / len(every),
-        "worst_choice": max(
-            _relative(min(case, key=lambda row: row["predicted_us"])) / min(map(_relative, case))
-            for case in cases
-        ),
+        "worst_choice": max(map(chosen, cases)),
     }  # fmt: skip

@@ -58,7 +58,7 @@ def _asked(subject: str, ask: Callable[[], str], remedy: str = "") -> Finding:
     try:
         return Finding(subject, "ok", ask())
     except Exception as error:
-        return Finding(subject, "missing", _first_line(error), remedy)
+        return Finding(subject, "missing", (str(error).strip() or repr(error)).splitlines()[0], remedy)
 
 
 def _driver() -> Generator[Finding, None, Driver | None]:
@@ -118,7 +118,3 @@ def _trial(transport: str) -> str:
     if printed != "rightright":
         raise BackendError(f"two ranks cannot decode by it: {problem or printed}")
     return "two ranks decoded by it"
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or repr(error)).splitlines()[0]

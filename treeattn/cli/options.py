@@ -224,8 +224,7 @@ def own_device(world: Communicator, name: str) -> tuple[Device, str | None]:
         if name == "cuda":
             from treeattn.backends.cuda import cupy_runtime
 
-            problem = cupy_runtime.problem()
-            if problem is not None:
+            if problem := cupy_runtime.problem():
                 raise ArgumentError(problem)
             cupy_runtime.choose(local)
         return devices.find(name)

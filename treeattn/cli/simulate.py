@@ -123,10 +123,7 @@ def command(
         rows = _estimated(rows, sizes.payload, late, say)
     facts = [_facts(row, sizes.payload, several="," in placements) for row in rows]
     time = f"{microseconds(rows[0].estimate.time)} µs ({rows[0].estimate.interval})"
-    fastest = str(facts[0]["label"])
-    if rows[0].simulation.schedule.result == "scattered":
-        fastest += " (each rank ends with its heads alone)"
-    said = headline(f"{fastest}, {time}", facts)
+    said = headline(str(facts[0]["label"]), time, facts, rows[0].simulation.schedule.result == "scattered")
     made = Report({
         "cluster": named.cluster.name,
         "named_by": named.by,

@@ -77,7 +77,7 @@ def command(
         "fastest": json.loads(best[0].schedule.to_json()),
     })  # fmt: skip
     rows = [{"label": one.name, "like_fastest": sure[id(one)].like_the_baseline} for one in best]
-    made.line(headline(f"{best[0].name}, {microseconds(best[0].time)} µs", rows))
+    made.line(headline(best[0].name, f"{microseconds(best[0].time)} µs", rows))
     made.line(f"simulated: {ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each; run by {runs}")
     made.table([{**_facts(one, sure[id(one)]), "sure": sure[id(one)]} for one in best], [
         Column("schedule", words=True),

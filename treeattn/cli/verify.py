@@ -152,12 +152,7 @@ def _measure(
     return row | {"first_step_s": times[0], "step_s": statistics.median(times[1:])}
 
 
-def _report(
-    drafts: Drafts,
-    rows: list[Row],
-    machine: dict[str, Any],
-    output: Output,
-) -> Report:
+def _report(drafts: Drafts, rows: list[Row], machine: dict[str, Any], output: Output) -> Report:
     nodes = drafts.tree.lengths.tolist()
     facts = {"nodes": nodes, "owner": drafts.owner, "results": rows}
     made = Report(drafts.described | facts, machine)

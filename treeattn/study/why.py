@@ -58,17 +58,18 @@ def by_tier(sent: Iterable[tuple[int, int, int]], groups: Groups) -> Tiers:
     return dict(tiers)
 
 
-def headline(fastest: str, rows: Sequence[Mapping[str, Any]]) -> str:
+def headline(fastest: str, number: str, rows: Sequence[Mapping[str, Any]], scattered: bool = False) -> str:
     """Which scheme is fastest, from which others it cannot be told apart, and what it sends less of than the
     next one.
 
-    fastest: its name and number, in words. rows: the fastest first, each with ``label``, ``like_fastest``
-    (None: not tested) and, where it has a schedule, its `counts`.
+    fastest, number: its name, and its time or ratio in words. scattered: whether each rank ends with its own
+    heads alone, half of what others do. rows: the fastest first, each with ``label``, ``like_fastest`` (None:
+    not tested) and, where it has a schedule, its `counts`.
     """
     first, *others = rows
     alike = [row["label"] for row in others if row["like_fastest"]]
     apart = [row for row in others if row["like_fastest"] is False and row.get("sends")]
-    said = f"fastest here: {fastest}"
+    said = f"fastest here: {fastest}{' (each rank ends with its heads alone)' * scattered}, {number}"
     if alike:
         said += f"; cannot be told apart from {', '.join(alike)}"
     return f"{said}; {_because(first, apart[0])}" if apart and first.get("sends") else said

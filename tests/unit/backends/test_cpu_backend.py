@@ -229,20 +229,27 @@ def test_tokens_of_one_query_among_several_are_read_any_way(isa, dtype, monkeypa
             np.testing.assert_allclose(one, wanted, atol=2e-5)
 
 
+WORDS = "one", "two", "three", "not kept"
+
+
 def test_the_way_is_measured_once_for_a_processor(monkeypatch, tmp_path):
     monkeypatch.setattr(compile, "library_path", lambda isa: tmp_path / f"kernels-{isa}.so")
     answers = iter(["one", "two", "three"])
     for isa, wanted in (("avx2", "one"), ("avx2", "one"), ("neon", "two"), ("avx2", "one")):
-        assert compile.measured(isa, lambda: next(answers)) == wanted
+        assert compile.measured(isa, WORDS, lambda: next(answers)) == wanted
     monkeypatch.setattr(compile, "_processor", lambda field: "another")
-    assert compile.measured("avx2", lambda: next(answers)) == "three"
+    assert compile.measured("avx2", WORDS, lambda: next(answers)) == "three"
     monkeypatch.setattr(compile, "library_path", lambda isa: tmp_path / "gone" / "kernels.so")
-    assert compile.measured("avx2", lambda: "not kept") == "not kept"
+    assert compile.measured("avx2", WORDS, lambda: "not kept") == "not kept"
 
 
-def test_what_was_kept_of_another_version_is_measured_anew(monkeypatch):
-    monkeypatch.setattr(compile, "measured", lambda isa, measure: "scattered")
-    assert cpu_attention._fastest_way("an instruction set") in cpu.WAYS
+@pytest.mark.parametrize("text", [b"scattered", b"\xff\xfe", b""])
+def test_what_was_kept_of_another_version_is_measured_anew_and_kept(monkeypatch, tmp_path, text):
+    monkeypatch.setattr(compile, "library_path", lambda isa: tmp_path / "kernels.so")
+    compile.measured("avx2", ("scattered",), lambda: "scattered")
+    (path,) = tmp_path.glob("*.measured")
+    path.write_bytes(text)
+    assert compile.measured("avx2", cpu.WAYS, lambda: cpu.WAYS[1]) == cpu.WAYS[1] == path.read_text()
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "1.5", ""])

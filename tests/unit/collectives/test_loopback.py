@@ -176,8 +176,4 @@ def test_partials_that_do_not_fit_are_refused():
 def test_a_schedule_that_does_not_check_does_not_run():
     schedule = build("chain", 3)
     with pytest.raises(ScheduleError, match="lacks rank 2"):
-        loopback.run(
-            replace(schedule, rounds=schedule.rounds[1:]),
-            random_partials(3, 4),
-            EXACT,
-        )
+        loopback.run(replace(schedule, rounds=schedule.rounds[1:]), random_partials(3, 4), EXACT)

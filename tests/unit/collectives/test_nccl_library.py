@@ -136,11 +136,7 @@ def test_a_refusal_says_where_to_learn_more(monkeypatch: pytest.MonkeyPatch, whe
         (23203, "1", None),
         (23007, None, "only where NCCL_MULTI_RANK_GPU_ENABLE=1 is set for every rank"),
         (23007, "0", "only where NCCL_MULTI_RANK_GPU_ENABLE=1 is set for every rank"),
-        (
-            22809,
-            "1",
-            r"NCCL 2\.28 needs one for each: install NCCL 2\.30 or newer and set NCCL_MULTI_",
-        ),
+        (22809, "1", r"NCCL 2\.28 needs one for each: install NCCL 2\.30 or newer and set NCCL_MULTI_"),
         (2804, "1", "needs one for each"),  # as versions before 2.9 are written
     ],
 )

@@ -22,6 +22,7 @@ def test_a_process_runs_is_stopped_runs_again_and_has_ended():
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # a zombie
     states.append(process.state)
     child.wait()
+    assert Process.of(child.pid).state == "ended"  # of a number that is nobody's
     assert [*states, process.state] == ["running", "stopped", "running", "ended", "ended"]
 
 

@@ -86,6 +86,13 @@ def test_an_order_that_an_assumed_price_decides_is_said():
     assert words(machine(), found).endswith(
         "; assumed prices alone decide whether the fastest is faster than second"
     )
+    # Asked of the one that arrivals leave fastest.
+    late = estimates(machine(), list(map(Cost, paid)), drawn=[[12.0], [11.0], [12.5]])
+    assert [one.assumed_decides for one in late] == [
+        True,
+        False,
+        True,
+    ]
     assert "alone" not in words(machine(), [(name, one) for name, one in found if name != "second"])
 
 

@@ -152,6 +152,12 @@ def test_without_a_difference_at_most_one_table_in_twenty_has_a_verdict():
     assert sum(told) <= 7
 
 
+def test_an_interval_holds_the_truth_95_times_in_100():
+    drawn = np.random.default_rng(0).normal(0.1, 0.3, (4000, 10))
+    held = [low <= math.exp(0.1) <= high for _, low, high in map(hodges_lehmann, drawn)]
+    assert 0.94 <= np.mean(held) <= 0.965
+
+
 @pytest.mark.parametrize(("others", "blocks"), [(1, 6), (12, 9), (25, 10), (26, 11), (51, 11)])
 def test_as_few_blocks_as_can_tell_from_so_many(others, blocks):
     assert fewest(others) == blocks

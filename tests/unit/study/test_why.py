@@ -35,14 +35,16 @@ def test_a_headline_names_what_is_less_than_of_the_next_that_can_be_told_apart()
     ours, ring = Schedule("made", 4, 1, (UP, ACROSS, BACK)), build("ring", 4)
     first, sum_ = row("made", None, ours), row("SUM", False)
     rows = [first, row("chain", True, build("chain", 4)), sum_, row("ring", False, ring)]
-    assert headline("made, 0.38 of SUM (0.28 to 0.49)", rows) == (
+    assert headline("made", "0.38 of SUM (0.28 to 0.49)", rows) == (
         "fastest here: made, 0.38 of SUM (0.28 to 0.49); cannot be told apart from chain; because, ring in "
         "brackets: rounds between nodes 1 (6), messages between nodes 2 (12), bytes on the busiest link "
         "40 (60), rounds 3 (6), messages within nodes 4 (12)"
     )
-    assert headline("made", [first, sum_]) == "fastest here: made"  # a library tells nothing
-    assert headline("SUM", [sum_, row("ring", False, ring)]) == "fastest here: SUM"
-    assert headline("ring", [row("ring", None, ring), row("made", False, ours)]).endswith(
+    assert headline("made", "1 µs", [first, sum_]) == "fastest here: made, 1 µs"  # a library tells nothing
+    assert headline("SUM", "2", [sum_, row("ring", False, ring)], True) == (
+        "fastest here: SUM (each rank ends with its heads alone), 2"
+    )
+    assert headline("ring", "1", [row("ring", None, ring), row("made", False, ours)]).endswith(
         "; not for what it sends: made has no more rounds, nor more between nodes"
     )
 
@@ -50,4 +52,6 @@ def test_a_headline_names_what_is_less_than_of_the_next_that_can_be_told_apart()
 def test_equal_messages_are_said_once():
     rows = [row("a", None, build("chain", 4)), row("b", True, build("ring", 4)), row("SUM", False)]
     assert equal_messages(rows) is None
+    block, cyclic = (counts(build("ring", 4), nodes, 4, 10) for nodes in (NODES, ((0, 2), (1, 3))))
+    assert equal_messages([{"label": "block", **block}, {"label": "cyclic", **cyclic}]) is None
     assert equal_messages([*rows, row("mine", True, build("chain", 4))]) == "the same messages: a = mine"

@@ -17,11 +17,7 @@ from hypothesis import strategies as st
 
 from tests.support.drawn import examples
 from tests.support.refusals import refused
-from treeattn.token_tree import (
-    TokenTree,
-    accept_greedy,
-    accept_speculative,
-)
+from treeattn.token_tree import TokenTree, accept_greedy, accept_speculative
 from treeattn.token_tree.accept import draw_token
 
 VECTORS = np.load(Path(__file__).resolve().parents[2] / "data/token_tree_vectors.npz", allow_pickle=False)

@@ -24,7 +24,7 @@ import shlex
 import stat
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from treeattn.backends import kernel_folder
@@ -154,17 +154,24 @@ def library_path(isa: str) -> Path:
     return folder / name
 
 
-def measured(isa: str, measure: Callable[[], str]) -> str:
-    """What `measure` says of this processor with these kernels, measured once: it is kept beside them, by the
-    processor's model, if it can be. One process of a machine measures while the others wait."""
+def measured(isa: str, known: Sequence[str], measure: Callable[[], str]) -> str:
+    """Which of the `known` words `measure` says of this processor with these kernels. It is kept beside them,
+    by the processor's model, if it can be. One process of a machine measures while the others wait."""
     model = _digest(*map(_processor, ("model name", "CPU implementer", "CPU part")))
     library = library_path(isa)
     path = library.with_name(f"{library.stem}-{model}.measured")
-    with contextlib.suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace")
-    with _alone(path.parent):
+
+    def kept() -> str | None:
         with contextlib.suppress(OSError):
-            return path.read_text(encoding="utf-8", errors="replace")
+            if (text := path.read_text(encoding="utf-8", errors="replace")) in known:
+                return text
+        return None  # or of another version, or damaged
+
+    if found := kept():
+        return found
+    with _alone(path.parent):
+        if found := kept():
+            return found
         found = measure()
         with contextlib.suppress(OSError):
             unfinished = path.with_name(f"{path.name}-{platform.node()}-{os.getpid()}")

@@ -58,9 +58,6 @@ class LargePages:
 class Cpu(Device):
     """The processor: NumPy arrays and compiled kernels."""
 
-    def large(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        return HOST.large(shape, dtype)
-
     name = "cpu"
     lse_dtypes = ("float32", "float64")
     memory = HOST
@@ -76,6 +73,9 @@ class Cpu(Device):
     def check_shape(self, shape: Shape) -> None:
         """Every shape is served; settings of the environment may be wrong."""
         process_threads()
+
+    def large(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        return HOST.large(shape, dtype)
 
     def slow_because(self) -> str | None:
         return compile.compiled_kernels_problem()

@@ -31,6 +31,17 @@ from treeattn.study.compare.rows import SUM, Key, Row, version
 #: Repetitions below which no verdict at 95 percent confidence can come out.
 FEWEST = 6
 _MOST = 500  # of more blocks every second, third and so on is taken
+_TESTED = (
+    "low_us",
+    "high_us",
+    "baseline",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+    "p",
+    "verdict",
+    "like_fastest",
+)
 _MEDIANS = ("completion_us", "slowest_us", "least_us", "mean_us", "local_us", "reduce_us", "finish_us",
 "plan_us",
             "first_us", "algbw", "busbw")  # fmt: skip
@@ -94,19 +105,7 @@ def _together(blocks: Sequence[Row]) -> Summary:
         "late": sum(row.late for row in blocks),
         "wrong": next((row.wrong for row in blocks if row.wrong), None),
         "results": len({row.digest for row in blocks if row.digest}),
-        **dict.fromkeys(
-            (
-                "low_us",
-                "high_us",
-                "baseline",
-                "ratio",
-                "ratio_low",
-                "ratio_high",
-                "p",
-                "verdict",
-                "like_fastest",
-            )
-        ),
+        **dict.fromkeys(_TESTED),
     }
 
 

@@ -47,15 +47,10 @@ def copy_lap(stopwatch: CupyStopwatch) -> tuple[Callable[[], object], int]:
     runtime, size = stopwatch.runtime, 8 * stopwatch.l2_bytes
     into, source = (runtime.empty((size,), np.uint8) for _ in range(2))
     block = _upload(runtime, np.random.default_rng(0).integers(0, 256, min(size, 1 << 20), np.uint8))
-    _fill(runtime, source, block)
-    return functools.partial(runtime.copy, into, source), 2 * size
-
-
-def _fill(runtime: cuda.Runtime, array: Any, block: Any) -> None:
-    """Copies of `block` one behind the other along the first axis."""
-    for begin in range(0, len(array), len(block)):
-        part = array[begin : begin + len(block)]
+    for begin in range(0, size, len(block)):
+        part = source[begin : begin + len(block)]
         runtime.copy(part, block[: len(part)])
+    return functools.partial(runtime.copy, into, source), 2 * size
 
 
 def upload_random(runtime: cuda.Runtime, shape: tuple[int, ...], element: Any, seed: int = 0) -> Any:

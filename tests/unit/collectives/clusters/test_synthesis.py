@@ -10,11 +10,7 @@ from treeattn.collectives.catalog import select
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.placement import block, cyclic, node_groups
 from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.clusters.synthesis import (
-    Machine,
-    front,
-    search,
-)
+from treeattn.collectives.clusters.synthesis import Machine, front, search
 from treeattn.collectives.schedule import Payload
 
 
