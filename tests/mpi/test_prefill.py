@@ -12,7 +12,7 @@ import treeattn
 from tests.support.problems import draw
 from tests.support.ranks import raised_by_all
 from treeattn import Rules
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, StateError
 from treeattn.shards import parse_layout
 
 pytestmark = pytest.mark.mpi
@@ -100,3 +100,6 @@ def test_arrays_of_another_shape_than_planned_are_refused(tokens, other):
         with pytest.raises(ArgumentError, match="k has shape .*, expected .*: this rank is planned with"):
             planned(right[0], *(np.ones((1, 5, 2, 8), np.float32) for _ in "kv"))
         assert planned(*right)[0].shape == (1, tokens, 4, 8)
+    with pytest.raises(StateError, match="a prefill that is closed"):
+        planned(*right)
+    planned.close()

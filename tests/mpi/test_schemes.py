@@ -208,7 +208,8 @@ def test_a_decoder_that_was_left_by_an_error_is_closed(way, half_way):
 
     with pytest.raises(KeyError), way.planned(kv_heads=2) as decoder:
         fail(decoder)
-    for step in (decoder.reduce, functools.partial(decoder, q, k, v)):
+    steps = decoder.reduce, *(functools.partial(step, q, k, v) for step in (decoder, decoder.local))
+    for step in steps:
         with pytest.raises(StateError, match="closed"):
             step()
     decoder.close()

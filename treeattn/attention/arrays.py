@@ -14,7 +14,7 @@ import ctypes
 import operator
 import sys
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import ml_dtypes
 import numpy as np
@@ -232,8 +232,7 @@ def give(results: Pair, like: object) -> Pair:
     copies: such arrays may be immutable. Anything else gets the results as they are, and so does a rank that
     is given none.
     """
-    first: Array | None = results[0]
-    shared = results if first is None else _shared(results, like)
+    shared = _shared(results, like)
     return _copies(results, like) if shared is None else shared
 
 
@@ -244,6 +243,9 @@ def in_kind(result: Array, like: object) -> Array:
 
 def _shared(results: Pair, like: object) -> Pair | None:
     """None where a container has to be given copies."""
+    first: Array | None = results[0]
+    if first is None:
+        return results
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(like, torch.Tensor):
         return torch.from_dlpack(results[0]), torch.from_dlpack(results[1])
@@ -263,13 +265,14 @@ class Containers:
     Arrays of the last step, the same objects over the same memory, are not looked at again.
     """
 
-    def __init__(self, view: Callable[[str, object], Array], results: Pair) -> None:
-        """view: called with a name and an array, gives one of the device. results: (out, lse) there."""
-        self._view, self._results = view, results
+    def __init__(self, view: Callable[[str, object], Array], results: Pair, given: bool = True) -> None:
+        """view: called with a name and an array, gives one of the device. results: (out, lse) there; given:
+        whether this rank's caller gets them, not (None, None)."""
+        self._view, self.results = view, results if given else cast(Pair, (None, None))
         self._native = type(results[0])
         self._seen: dict[str, tuple[object, object, Array]] = {}
         self._like: object = None
-        self._shared: tuple[type, Pair | None] = (type(results[0]), results)
+        self._shared: tuple[type, Pair | None] = (self._native, self.results)
 
     def take(self, *arrays: Any, names: tuple[str, ...] = ("q", "k", "v")) -> tuple[Array, ...]:
         """The arrays of a step as the device's; results will be of the kind of the first.
@@ -298,9 +301,9 @@ class Containers:
         """(out, lse) in the container of the last step's first array, until the next step."""
         like = self._like
         if type(like) is not self._shared[0]:
-            self._shared = type(like), _shared(self._results, like)
+            self._shared = type(like), _shared(self.results, like)
         results = self._shared[1]
-        return _copies(self._results, like) if results is None else results
+        return _copies(self.results, like) if results is None else results
 
 
 _TORCH_PLACE = (

@@ -100,7 +100,8 @@ def capture(
             f"transport={plan.transport!r} moves records by the host, which a CUDA graph cannot: "
             "a captured step needs transport='nccl' or 'peer', or one rank without a transport"
         )
-    containers = arrays.Containers(device.view, (plan.buffers.out, plan.buffers.lse))
+    results = plan.buffers.out, plan.buffers.lse
+    containers = arrays.Containers(device.view, results, plan.buffers.given)
     q, k, v, lengths = given
     by_tables = plan.tables is not None or any(one is not None for one in seen.values())
 
@@ -117,8 +118,7 @@ def capture(
 
     captured, look, views = collectively(plan.comm, taken)
     graph = CudaGraph(stream, lambda: run(captured, *views))
-    give = containers.give if plan.buffers.given else lambda: (None, None)
-    return CapturedStep(graph, give, (owner, *given), look, in_order)
+    return CapturedStep(graph, containers.give, (owner, *given), look, in_order)
 
 
 def _filling(

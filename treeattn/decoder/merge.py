@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from treeattn import partial
 from treeattn.attention import arrays
-from treeattn.attention.arrays import AnyArray, Pair
+from treeattn.attention.arrays import AnyArray
 from treeattn.attention.shape import DTYPES, dtype_word, query_dtype
 from treeattn.backends import device as devices
 from treeattn.collectives.runtime import watchdog
@@ -204,8 +204,9 @@ class Merger:
         self._reducer = plan_reducer(self._comm, self._device, how, selection, operator, self._records)
         self.scheme, self.executor = selection.text, self._reducer.executor
         self.fallback, self._owner = self._reducer.fallback, Owner("this merger")
-        self._has_result = how.output != "root" or self._comm.rank == 0
-        self.out, self.lse = self._results if self._has_result else cast(Pair, (None, None))
+        given = how.output != "root" or self._comm.rank == 0
+        self._containers = arrays.Containers(self._device.view, self._results, given)
+        self.out, self.lse = self._containers.results
 
     def _plan_memory(self, natural_log: float) -> None:
         """Records, results, and the steps between them; finish sees each part as a sequence of its own."""
@@ -221,7 +222,6 @@ class Merger:
             lse.reshape(count, 1, 1),
         )
         self._scale = None if natural_log == 1 else self._device.scale(lse, 1 / natural_log)
-        self._containers = arrays.Containers(self._device.view, self._results)
         self._in_order = StreamOrder(self._device.stream)
 
     def __call__(self, out: AnyArray, lse: AnyArray) -> tuple[Array, Array]:
@@ -241,7 +241,7 @@ class Merger:
         self._finish()
         if self._scale is not None:
             self._scale()
-        return self._containers.give() if self._has_result else (self.out, self.lse)
+        return self._containers.give()
 
     def close(self) -> None:
         """Release communicator and requests. Collective."""

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 def described(plan: Plan) -> str:
     """The plan as text of a few lines, for people."""
     comm, request = plan.comm, plan.request
+    if plan.reducer._closed:
+        return f"{request.scheme.text}: closed"
     sections = {
         "stages": _stages(plan),
         "buffers": _buffers(plan),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from operator import attrgetter
 from threading import get_ident
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from numpy.typing import ArrayLike
 
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
     from treeattn.backends.device import Attention
 
-#: One step: the plan that it follows, (q, k, v, lengths), and a block table. A plain tuple, since every step
-#: in parts makes one.
+#: One step: the plan that it follows, (q, k, v, lengths), and a block table.
 StepArguments: TypeAlias = tuple[Plan, tuple[Any, Any, Any, ArrayLike | None], BlockTable | None]
 
 
@@ -62,14 +61,13 @@ class PlannedDecode:
         self.plan, self._latent, self.owner = plan, latent, Owner("this decoder")
         self._place = f"rank {plan.comm.rank} of {plan.comm.size}"  # which closing may free
         stream, results = self._device.stream, (plan.buffers.out, plan.buffers.lse)
-        self._results = results if plan.buffers.given else cast(arrays.Pair, (None, None))
-        self.out, self.lse = self._results
-        self._containers = arrays.Containers(self._device.view, results)
+        self._containers = arrays.Containers(self._device.view, results, plan.buffers.given)
+        self.out, self.lse = self._results = self._containers.results
         self._in_order: Callable[[], object] = tuple if stream is None else StreamOrder(stream)
         # What a step with a mask follows, from the first one on; and a step of arrays alone, tried first.
         self._masked = plan if plan.tables is not None else None
         self._whole = plan.fused_step if plan.tables is None else None
-        # How far a step in parts is, and whose it is where it has fewer queries than planned.
+        # How far a step in parts is; whose it is where it has fewer queries than planned, else nobody's.
         self._stage: Literal["local", "begun", "folded"] | None = None
         self._part: PlannedDecode | None = None
         self._fewer = dict[int, PlannedDecode]()
@@ -125,34 +123,34 @@ class PlannedDecode:
         """
         if get_ident() != self.owner.thread:
             self.owner.take()
-        if self._stage is not None or self._part is not None:
+        if self._stage is not None:
             self._begin_anew()
         if self._whole is not None and mask is None and begins is None and self._whole(q, k, v, lengths):
             return self._results
         if fewer := self._decoder_for_queries(q):
             return fewer(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
-        step = self._prepare(q, k, v, lengths, q_positions, begins, mask)
+        step = self._prepare(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
         plan, taken, table = step
         if table is None and plan.fused_step is not None and plan.fused_step(*taken):
-            return self._results_in_kind()
+            return self._containers.give()
         return self._in_parts(step)
 
     def _begin_anew(self) -> None:
         """Check before a step that the last one has ended."""
-        if (self._part or self)._stage == "begun":
+        if self._stage == "begun":
             raise StateError(f"{self.scheme}: begin() began a step, which finish() must end before another")
         self._stage = self._part = None
 
     def _decoder_for_queries(self, q: Any) -> PlannedDecode | None:
         """The steps of fewer queries than planned, planned when their number first comes; None for all
-        others. Collective then."""
+        others. Collective then. Raises `StateError` where this decoder is closed."""
+        if self._reducer._closed:
+            self._reducer._check()  # it says so
         shape: tuple[int, ...] = getattr(q, "shape", ())
         if len(shape) != 4 or not 0 < shape[1] < self.shape.queries:
             return None
         queries = int(shape[1])
         if queries not in self._fewer:
-            if self._reducer._closed:
-                self._reducer._check()  # it says so
             with Agreement(self.plan.comm) as agreed:
                 request = replace(self.plan.request, shape=replace(self.shape, queries=queries))
                 local = LocalPlan(agreed, request)
@@ -166,22 +164,21 @@ class PlannedDecode:
         k: AnyArray | Shard,
         v: AnyArray | None,
         lengths: ArrayLike | None,
-        q_positions: ArrayLike | None = None,
-        begins: ArrayLike | None = None,
-        mask: Array | None = None,
+        **seen: Unpack[MaskArguments],
     ) -> StepArguments:
         """A step over these arrays, with the tables of what queries see filled. Raises `ArgumentError`."""
-        k, v, lengths, table, seen = self._unpack(k, v, lengths)
+        k, v, lengths, table, positions = self._unpack(k, v, lengths)
         q, k, v = self._containers.take(q, k, v)
         if (table is None) != (self.shape.page_size is None):
             plan = "plan with cache=CacheFormat(page_size=) for a block_table"
             remedy = "pass Shard(block_table=)" if table is None else plan
             raise ArgumentError(f"this decoder is planned with page_size={self.shape.page_size}: {remedy}")
-        plain = mask is None and begins is None and seen.get("draft_positions") is None
-        if self.plan.tables is None and plain:
+        named = {"draft_positions": None, **seen, **positions}
+        if self.plan.tables is None and all(
+            named.get(name) is None for name in ("mask", "begins", "draft_positions")
+        ):
             return self.plan, (q, k, v, lengths), table
-        seen |= {"q_positions": q_positions, "mask": mask, "begins": begins}
-        return self._update_mask(k, lengths, table, seen), (q, k, v, None), table
+        return self._update_mask(k, lengths, table, named), (q, k, v, None), table
 
     def _unpack(
         self, k: AnyArray | Shard, v: AnyArray | None, lengths: ArrayLike | None
@@ -211,8 +208,8 @@ class PlannedDecode:
     ) -> Plan:
         """The plan of a step with a mask, whose tables are filled."""
         if self._masked is None:
-            drafts = seen["mask"] is not None or seen.get("draft_positions") is not None
-            brought = {"mask": drafts and "mask", "begins": seen["begins"] is not None and "begins"}
+            drafts = seen.get("mask") is not None or seen["draft_positions"] is not None
+            brought = {"mask": drafts and "mask", "begins": seen.get("begins") is not None and "begins"}
             refuse(self.plan.request.properties | brought)
             self._masked = self.plan.with_tables()
         tokens, page_size = k.shape[1] if len(k.shape) == 4 else 0, self.shape.page_size
@@ -233,7 +230,7 @@ class PlannedDecode:
         else:
             self._reduce()
             self.plan.finish()
-        return self._results_in_kind()
+        return self._containers.give()
 
     def _attend(self, step: StepArguments, attend: Attention | None = None) -> None:
         """attend: in place of the plan's."""
@@ -261,10 +258,8 @@ class PlannedDecode:
         self.owner.take()
         self._begin_anew()
         self._part = self._decoder_for_queries(q)
-        if self._part is not None:
-            self._part.local(q, k, v, lengths, **seen)
-            return
-        self._attend(self._prepare(q, k, v, lengths, **seen))
+        steps = self._part or self
+        steps._attend(steps._prepare(q, k, v, lengths, **seen))
         self._stage = "local"
 
     def reduce(self) -> None:
@@ -273,20 +268,21 @@ class PlannedDecode:
         Raises `StateError` unless `local` made partials that are not folded yet: folded twice, each rank
         would count as often as there are ranks.
         """
-        if self._part is not None:
-            self._part.reduce()
-            return
         if self._stage != "local":
             self._reducer._check()  # closed and failed ones say so
             raise StateError(f"{self.scheme}: reduce() without partials: local() comes before each reduce()")
-        self.fold()
+        self._fold()
 
     def fold(self) -> None:
         """`reduce` of whatever `records` hold, for callers that wrote them. Collective."""
+        self._part = None
+        self._fold()
+
+    def _fold(self) -> None:
         self.owner.take()
         self._stage = None
         self._in_order()
-        self._reduce()
+        (self._part or self)._reduce()
         self._stage = "folded"
 
     def begin(
@@ -304,10 +300,10 @@ class PlannedDecode:
         has come so far. Raises `StateError` where the last step that began is not finished.
         """
         self.local(q, k, v, lengths, **seen)
-        step = self._part or self
-        step.plan.buffers.to_wire()
-        step.plan.reducer.start()
-        step._stage = "begun"
+        plan = (self._part or self).plan
+        plan.buffers.to_wire()
+        plan.reducer.start()
+        self._stage = "begun"
 
     def test(self) -> bool:
         """Go on with the reduction that `begin` began, without waiting; whether it is all there.
@@ -325,21 +321,17 @@ class PlannedDecode:
         Raises `StateError` unless `reduce` or `begin` came before: a call finishes its own step.
         """
         self.owner.take()
-        if self._part is not None:
-            return self._part.finish()
         self._in_order()
+        steps = self._part or self
         if self._stage == "begun":
             self._stage = None
-            self.plan.reducer.wait()
-            self.plan.buffers.from_wire()
+            steps.plan.reducer.wait()
+            steps.plan.buffers.from_wire()
             self._stage = "folded"
         if self._stage != "folded":
             raise StateError(f"{self.scheme}: finish() without folded partials: reduce() comes before it")
-        self.plan.finish()
-        return self._results_in_kind()
-
-    def _results_in_kind(self) -> tuple[Array, Array]:
-        return self._containers.give() if self.plan.buffers.given else self._results
+        steps.plan.finish()
+        return steps._containers.give()
 
     @property
     def groups(self) -> int:

@@ -20,12 +20,12 @@ from treeattn.attention.positions import Runs
 from treeattn.attention.shape import DTYPES, Shape, query_dtype
 from treeattn.backends.device import Device, find
 from treeattn.collectives.runtime import watchdog
-from treeattn.collectives.runtime.communicator import Given
+from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder.mask_plan import DeclaredPositions, agreed_runs, check_blocks
 from treeattn.decoder.plan import sinks
 from treeattn.decoder.request import refuse, telling_arguments
-from treeattn.errors import ArgumentError
+from treeattn.errors import ArgumentError, StateError
 from treeattn.mpi import communicators
 from treeattn.mpi.communicators import Agreement
 from treeattn.partial import Array
@@ -258,7 +258,8 @@ class Prefill:
             self._results = self._whole(tokens)
             self._containers = arrays.Containers(place.view, self._results)
         with watchdog.Activity("planning the prefill"):
-            self._comm, self._owner = comm.dup(), Owner("this prefill")
+            self._comm: Communicator | None = comm.dup()
+            self._owner = Owner("this prefill")
 
     def _whole(self, tokens: int) -> tuple[Array, Array]:
         """(out, lse): of the one part, or of several together."""
@@ -271,8 +272,10 @@ class Prefill:
 
     def __call__(self, q: Array, k: Array, v: Array, *, begins: Array | None = None) -> tuple[Array, Array]:
         """Attend in one layer: (out, lse) as `prefill` gives them, which hold until the next call. Arrays are
-        looked at on their own rank alone; raises `ArgumentError` there."""
+        looked at on their own rank alone; raises `ArgumentError` there, and `StateError` after `close`."""
         self._owner.take()
+        if self._comm is None:
+            raise StateError("a step on a prefill that is closed")
         q, k, v = self._containers.take(q, k, v)
         tokens = self._results[0].shape[1]
         self._check(tokens, q, k, v)
@@ -300,9 +303,11 @@ class Prefill:
                 )
 
     def close(self) -> None:
-        """Give the communicator back. Collective."""
+        """Give the communicator back. Collective; a second call does nothing."""
         self._owner.check()
-        self._comm.free()
+        if self._comm is not None:
+            self._comm.free()
+            self._comm = None
 
     def __enter__(self) -> Prefill:
         return self
