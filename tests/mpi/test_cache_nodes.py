@@ -136,8 +136,8 @@ def test_8_bits_and_token_trees_are_exact(comm, kind):
         few = drafts[0][:, :5], None if latent else drafts[1][:, :5]
         for words, wrong in (
             ("the tree has 2 rows of 6 slots, but q is of 2 rows of 5", (q[:, :5], *few, tree)),
-            ("draft_k has shape", (q, *few, tree)),
-            ("draft_k is float64", (q, drafts[0].astype(float), None if latent else drafts[1], tree)),
+            ("draft_k is of 5 tokens, and q of 6", (q, *few, tree)),
+            ("k is float64, expected", (q, drafts[0].astype(float), None if latent else drafts[1], tree)),
             ("draft_k is missing", (q, None, None, tree)),
             ("tree is a list", (q[:, :5], *few, [[-1]])),
         ):
@@ -215,7 +215,7 @@ def test_a_step_is_two_messages_for_each_node(comm, scheme):
         assert nodes.size == comm.size - 1
 
     node = meet(comm, model, scheme=scheme)
-    ((_, attention),) = node.caches[0].views if node else ((None, None),)
+    (attention,) = node.caches[0].views if node else (None,)
     up = [] if node is None else attention.sent
     calls = 3  # the cache, the view, the end
     down = sent_here[0] if node is None else node.tree.messages * steps // (steps + 1 + calls)
@@ -250,10 +250,10 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(comm):
             ({"layer": 2, "q": q, "k": k, "v": k}, "layer 2: the cache has 2"),
             ({"layer": 0, "q": q, "k": k}, "k and v come together"),
             ({"layer": 0, "q": q}, "a sequence has fewer in layer 0"),
-            ({"layer": 0, "q": q, "k": k[:, :2], "v": k}, r"k has shape \[1, 2, 2, 16\]"),
+            ({"layer": 0, "q": q, "k": k[:, :2], "v": k}, r"k has shape \[1, 2, 2, 16\] and v"),
             ({"layer": 0, "q": q[..., :8], "k": k, "v": k}, "q has shape"),
-            ({"layer": 0, "q": q[:, :, :3], "k": k, "v": k}, "no multiple of 2 KV heads"),
-            ({"layer": 0, "q": q.astype("f8"), "k": k, "v": k}, "q is float64: the cache .* takes float32"),
+            ({"layer": 0, "q": q[:, :, :3], "k": k, "v": k}, "cannot be grouped over 2 KV heads"),
+            ({"layer": 0, "q": q.astype("f8"), "k": k, "v": k}, "q is float64, expected float32"),
             ({"layer": 0, "q": q, "k": k, "v": k, "counts": [4]}, "counts .* from 0 to 3 are needed"),
             ({"layer": 0, "q": q, "k": k, "v": k, "begins": [1, 2]}, "begins .* 1 whole numbers"),
         ]

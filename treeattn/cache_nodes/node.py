@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from treeattn.attention.arguments import Rules
-from treeattn.attention.shape import CACHE_DTYPES, DTYPES
+from treeattn.attention.shape import DTYPES, Shape
 from treeattn.cache import ShardedCache, saved
 from treeattn.cache_nodes.message import LayerStep, array_of, decode
 from treeattn.cache_nodes.tree import meet
-from treeattn.cache_nodes.view import CachePlan, View, ViewAttention
+from treeattn.cache_nodes.view import View, ViewAttention
 from treeattn.errors import ArgumentError, TransportError, TreeattnError
 from treeattn.mpi import communicators, job
 from treeattn.mpi.communicators import MpiCommunicator, collectively, exchange
@@ -51,14 +51,13 @@ _CALLS = ("plan_cache", "load", "save", "plan_view", "rollback", "select", "drop
 class NodeCache:
     """A cache of this node, and how its steps attend."""
 
-    def __init__(self, plan: CachePlan, cache: ShardedCache | None) -> None:
-        self.plan, self.cache = plan, cache
-        self.layers = cache.layers if cache else ()
-        self.views: list[tuple[View, ViewAttention]] = []
+    def __init__(self, cache: ShardedCache) -> None:
+        self.layers: tuple[CacheLayer, ...] = cache.layers
+        self.views: list[ViewAttention] = []
 
     def close(self) -> None:
         """Collective over all processes."""
-        for _, attention in self.views:
+        for attention in self.views:
             attention.close()
 
 
@@ -90,19 +89,19 @@ class Node:
 
     def _step(self, step: LayerStep) -> None:
         held = self.caches[step.cache]
-        layer, plan, self.steps = held.layers[step.layer], held.plan, self.steps + 1
+        layer, self.steps = held.layers[step.layer], self.steps + 1
         if step.view is None:
-            _append(layer, plan, step, step.arrays)
+            _append(layer, step, step.arrays)
             return
-        view, attention = held.views[step.view]
-        batch, first = len(layer.totals), layer.totals - (view.queries - step.tokens)
-        q = array_of(step.arrays[0], (batch, view.queries, view.heads, plan.head_dim), DTYPES[plan.q_dtype])
-        _append(layer, plan, step, step.arrays[1:])
+        attention = held.views[step.view]
+        shape, first = attention.shape, layer.totals - (attention.shape.queries - step.tokens)
+        q = array_of(step.arrays[0], shape.q_shape, DTYPES[shape.dtype])
+        _append(layer, step, step.arrays[1:])
         lengths = layer.lengths
         most = int(lengths.max())
         some = lengths if (lengths != most).any() else None
         k = layer.k[:, :most]
-        v = k[..., : plan.v_dim] if layer.v is None else layer.v[:, :most]
+        v = k[..., : shape.v_dim] if layer.v is None else layer.v[:, :most]
         begins = None if step.begins is None else np.array(step.begins)
         attention(q, k, v, some, layer.positions, first, begins)
 
@@ -110,22 +109,21 @@ class Node:
         def make() -> ShardedCache:
             return ShardedCache(self._nodes, batch=batch, capacity=capacity, **plan)
 
-        self.caches.append(NodeCache(CachePlan(**plan), collectively(self._comm, make)))
+        self.caches.append(NodeCache(collectively(self._comm, make)))
 
     def _load(self, directory: str, capacity: int | None) -> None:
-        plan = CachePlan.of(saved.agree(self._comm, Path(directory)))
+        saved.agree(self._comm, Path(directory))
         cache = collectively(self._comm, lambda: ShardedCache.load(directory, self._nodes, capacity=capacity))
-        self.caches.append(NodeCache(plan, cache))
+        self.caches.append(NodeCache(cache))
 
     def _save(self, cache: int, directory: str, about: dict[str, Any]) -> None:
-        held = self.caches[cache].cache
-        assert held is not None
-        collectively(self._comm, lambda: held.save(directory, about))
+        first = cast(ShardedCache, self.caches[cache].layers[0])
+        collectively(self._comm, lambda: first.save(directory, about))
 
-    def _plan_view(self, cache: int, rules: dict[str, Any], **view: Any) -> None:
-        held = self.caches[cache]
-        planned = View(held.plan, rules=Rules(**rules), **view)
-        held.views.append((planned, ViewAttention(planned, self._comm, self.tree.schedule)))
+    def _plan_view(self, cache: int, view: tuple[Any, ...]) -> None:
+        shape, scale, rules = view
+        planned = View(Shape(**shape), scale, Rules(**rules))
+        self.caches[cache].views.append(ViewAttention(planned, self._comm, self.tree.schedule))
 
     def _rollback(self, cache: int, totals: list[int]) -> None:
         for layer in self.caches[cache].layers:
@@ -138,7 +136,7 @@ class Node:
     def _drop(self, cache: int) -> None:
         held = self.caches[cache]
         held.close()
-        self.caches[cache] = NodeCache(held.plan, None)
+        held.layers, held.views = (), []
 
     def _close(self) -> None:
         for held in self.caches:
@@ -148,9 +146,10 @@ class Node:
         self.serves = False
 
 
-def _append(layer: CacheLayer, plan: CachePlan, step: LayerStep, arrays: list[memoryview]) -> None:
+def _append(layer: CacheLayer, step: LayerStep, arrays: list[memoryview]) -> None:
     """The new tokens of a step, if it brings any."""
     if arrays:
-        dtype, rows = CACHE_DTYPES[plan.dtype], (len(layer.totals), step.tokens, plan.kv_heads)
-        k, *v = (array_of(one, (*rows, width), dtype) for one, width in zip(arrays, plan.widths, strict=True))
+        rows = len(layer.totals), step.tokens
+        pairs = zip(arrays, layer.arrays, strict=True)
+        k, *v = (array_of(one, (*rows, *held.shape[2:]), held.dtype) for one, held in pairs)
         layer.append(k, v[0] if v else None, step.counts)

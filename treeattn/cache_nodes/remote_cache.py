@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from numpy.typing import ArrayLike
 from treeattn.attention import arrays
 from treeattn.attention.arguments import Rules
 from treeattn.attention.arrays import AnyArray, Pair
-from treeattn.attention.shape import CACHE_DTYPES, bits_of, check_latent
+from treeattn.attention.shape import CACHE_DTYPES, bits_of, check_axes, check_latent, values_of
 from treeattn.cache.placement import whole_numbers
 from treeattn.cache.saved import as_json
 from treeattn.cache_nodes.link import NodeLink
@@ -53,6 +52,7 @@ class RemoteCache:
     ) -> None:
         """number: of the caches on these nodes. attention: that of each view, for whoever closes them."""
         self._link, self._number, self._plan, self.capacity = link, number, plan, capacity
+        self._shape = functools.lru_cache(maxsize=64)(plan.shape)
         self._most = capacity * batch  # tokens of all sequences that there is room for
         self.totals = np.zeros((plan.layers, batch), np.int64)
         self._views: dict[View, int] = {}
@@ -190,20 +190,12 @@ class RemoteCache:
         drafts: tuple[Array, ...] = (),
     ) -> Pair:
         """drafts: keys, values and mask of what q sees beside the cache."""
-        link, plan, (batch, queries, heads, _) = self._link, self._plan, given[0].shape
-        scale = 1.0 / math.sqrt(plan.head_dim) if scale is None else float(scale)
-        view = View(plan, batch, queries, heads, scale, _of_the_last(rules) if queries == 1 else rules)
+        link, (queries, heads) = self._link, given[0].shape[1:3]
+        shape = self._shape(self.batch, queries, heads)
+        view = View(shape, shape.logit_scale(scale), _of_the_last(rules) if queries == 1 else rules)
         number = self._views.get(view)
         if number is None:
-            link.call(
-                "plan_view",
-                cache=self._number,
-                batch=batch,
-                queries=queries,
-                heads=heads,
-                scale=scale,
-                rules=view.rules,
-            )
+            link.call("plan_view", cache=self._number, view=view)
             self._attention.append(ViewAttention(view, link.comm, link.tree.schedule))
             number = self._views[view] = len(self._attention) - 1
         tokens = queries if len(given) > 1 else 0
@@ -285,30 +277,20 @@ class RemoteCache:
             raise ArgumentError("v is not needed: the values are the first channels of k, pass None")
         if not plan.latent and (k is None) != (v is None):
             raise ArgumentError("k and v come together, or neither of them")
-        every = (
-            ("q", q, plan.q_dtype, None, plan.head_dim),
-            (names[0], k, plan.dtype, plan.kv_heads, plan.head_dim),
-            (names[1], v, plan.dtype, plan.kv_heads, plan.v_dim),
-        )
-        named = [one for one in every if one[1] is not None]
-        given = tuple(_elements(arrays.on_host(name, array), dtype) for name, array, dtype, *_ in named)
-        queries = given[0].shape[1] if given[0].ndim == 4 else 0
-        for (name, _, dtype, heads, width), array in zip(named, given, strict=True):
-            shape = array.shape
-            right = len(shape) == 4 and shape[:2] == (self.batch, queries) and shape[3] == width
-            if not right or not queries or heads not in (None, shape[2]):
-                raise ArgumentError(
-                    f"{name} has shape {list(shape)}: [batch, tokens, heads, width] = [{self.batch}, "
-                    f"{queries or 'some'}, {heads or 'any'}, {width}] is needed"
-                )
-            if array.dtype != CACHE_DTYPES[dtype]:
-                raise ArgumentError(
-                    f"{name} is {array.dtype}: the cache on the nodes, of {plan.dtype}, takes {dtype}"
-                )
-        if q is not None and given[0].shape[2] % plan.kv_heads:
-            raise ArgumentError(
-                f"{given[0].shape[2]} query heads are no multiple of {plan.kv_heads} KV heads"
-            )
+        every = ("q", q), (names[0], k), (names[1], v)
+        named = [(name, arrays.on_host(name, array)) for name, array in every if array is not None]
+        for name, array in named:
+            check_axes(name, array)
+        given = tuple(array if name == "q" else _elements(array, plan.dtype) for name, array in named)
+        queries, heads = given[0].shape[1:3]
+        shape = self._shape(self.batch, queries, plan.kv_heads if q is None else heads)
+        if q is not None:
+            shape.check_query(given[0])
+        if k is not None:
+            keys, *values = given if q is None else given[1:]
+            shape.check_cache(keys, values_of(keys, values[0] if values else None, plan.v_dim, 1.0))
+            if keys.shape[1] != queries:
+                raise ArgumentError(f"{names[0]} is of {keys.shape[1]} tokens, and q of {queries}")
         if k is None and (self.totals[layer] < queries).any():
             raise ArgumentError(
                 f"q is of the last {queries} tokens, and a sequence has fewer in layer {layer}"

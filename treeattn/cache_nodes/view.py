@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from treeattn.attention.arguments import CacheFormat, Positions, Rules, Shard
 from treeattn.attention.arrays import Pair
-from treeattn.attention.shape import CACHE_DTYPES, DTYPES, FLOAT8
+from treeattn.attention.shape import CACHE_DTYPES, DTYPES, FLOAT8, Shape
 from treeattn.cache.saved import Index
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.schedule import Schedule
@@ -19,8 +20,7 @@ from treeattn.partial import Array
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """The shape of a cache on the nodes. dtype: of q too, which is float32 over 8 bits. latent, k_scale and
-    v_scale: as of a `ShardedCache`."""
+    """A cache on the nodes, by the arguments of a `ShardedCache`."""
 
     layers: int
     kv_heads: int
@@ -36,25 +36,17 @@ class CachePlan:
         """The plan of a saved cache."""
         return cls(**{field.name: getattr(index, field.name) for field in fields(cls)})
 
-    @property
-    def q_dtype(self) -> str:
-        """The dtype of queries."""
-        return "float32" if self.dtype in FLOAT8 else self.dtype
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Channels of what is kept: keys, and values of their own."""
-        return (self.head_dim,) if self.latent else (self.head_dim, self.v_dim)
+    def shape(self, batch: int, queries: int, heads: int) -> Shape:
+        """Of a step of so many queries, which are float32 over 8 bits. Raises `ArgumentError`."""
+        dtype = "float32" if self.dtype in FLOAT8 else self.dtype
+        held = self.dtype, self.k_scale, self.v_scale, self.v_dim
+        return Shape(batch, queries, heads, self.kv_heads, self.head_dim, dtype, *held)
 
 
-@dataclass(frozen=True, slots=True)
-class View:
+class View(NamedTuple):
     """What steps over a cache have in common, and are planned for once."""
 
-    cache: CachePlan
-    batch: int
-    queries: int
-    heads: int
+    shape: Shape
     scale: float
     rules: Rules
 
@@ -63,34 +55,20 @@ class ViewAttention:
     """A planned view, on either end. Creating it is collective over the model process and all nodes."""
 
     def __init__(self, view: View, comm: Communicator, schedule: Schedule) -> None:
-        cache, queries = view.cache, np.arange(view.queries)
-        quantized = cache.k_scale is not None
-        differs = cache.v_dim != cache.head_dim or cache.latent or quantized
-        held = CacheFormat(
-            dtype=cache.dtype if quantized else None,
-            v_dim=cache.v_dim,
-            k_scale=cache.k_scale,
-            v_scale=cache.v_scale,
-        )
-        self._plain, self._positional, self._queries = not view.rules.names, view.rules.positional, queries
-        self._decoder = Decoder(
-            comm,
-            heads=view.heads,
-            kv_heads=cache.kv_heads,
-            head_dim=cache.head_dim,
-            batch=view.batch,
-            queries=view.queries,
-            dtype=cache.q_dtype,
-            scheme=Reduction(schedule, output="root"),
-            scale=view.scale,
-            rules=view.rules,
-            cache=held if differs else None,
-        )
-        empty, dtype = (view.batch, 0, cache.kv_heads), CACHE_DTYPES[cache.dtype]
-        shape = view.batch, view.queries, view.heads, cache.head_dim
-        self._q = np.empty(shape, DTYPES[cache.q_dtype])  # of each step: where the decoder has seen it before
+        self.shape = shape = view.shape
+        rules = view.rules
+        held = CacheFormat(shape.kv_dtype, shape.v_dim, k_scale=shape.k_scale, v_scale=shape.v_scale)
+        how = Reduction(schedule, output="root")
+        planned: dict[str, Any] = {"scheme": how, "scale": view.scale, "rules": rules, "cache": held}
+        self._decoder = Decoder(comm, **shape.plain, **planned)
+        self._plain, self._positional = not rules.names, rules.positional
+        self._queries = np.arange(shape.queries)
+        self._q = np.empty(shape.q_shape, DTYPES[shape.dtype])  # of each step: the decoder knows it again
         #: Keys and values of the model process.
-        self.nothing = np.empty((*empty, cache.head_dim), dtype), np.empty((*empty, cache.v_dim), dtype)
+        self.nothing = tuple(
+            np.empty((shape.batch, 0, shape.kv_heads, width), CACHE_DTYPES[str(shape.kv_dtype)])
+            for width in (shape.head_dim, shape.v_dim)
+        )
 
     @property
     def sent(self) -> list[tuple[int, int]]:
