@@ -108,8 +108,8 @@ def test_8_bits_and_token_trees_are_exact(comm, kind):
         given = (drafts[0], None) if latent else drafts
         sent, planned = cache._link.tree.messages, len(cache._attention)
         out, lse = cache.verify(0, q, *given, tree, scale=0.2)
-        calls = 1 + len(cache._attention) - planned
-        assert cache._link.tree.messages - sent == calls * len(cache._link.tree.children)
+        calls, children = 1 + len(cache._attention) - planned, cache._link.tree.children
+        assert cache._link.tree.messages - sent == calls * len(children)
         exact = [np.concatenate(both, 1).astype(np.float64) for both in zip(held, drafts, strict=True)]
         if latent:
             exact[1] = exact[0][..., :16]
@@ -205,12 +205,10 @@ def test_a_step_is_two_messages_for_each_node(comm, scheme):
         cache = nodes.cache(capacity=100, **SHAPE)
         dense = Dense(1, 0)
         cache.step(0, dense.new(1, HEADS), dense.new(1), dense.new(1))
-        before = nodes.messages, nodes.bytes
+        before = np.array([nodes.messages, nodes.bytes])
         for _ in range(steps):
             cache.step(0, dense.new(1, HEADS), dense.new(1), dense.new(1))
-        sent_here.extend(
-            after - was for after, was in zip((nodes.messages, nodes.bytes), before, strict=True)
-        )
+        sent_here.extend([nodes.messages, nodes.bytes] - before)
         assert cache._attention[0].sent == []
         assert nodes.size == comm.size - 1
 

@@ -196,8 +196,7 @@ def test_steps_of_several_decoders_stay_apart(way):
 
 @pytest.mark.parametrize("half_way", [False, True])
 def test_a_decoder_that_was_left_by_an_error_is_closed(way, half_way):
-    """Its next step must not return this rank's own part as if it were the whole. A second close is
-    harmless."""
+    """Its next step must not give this rank's own part for the whole. A second close is harmless."""
     q, k, v = random_qkv(10)
 
     def fail(decoder):
@@ -208,8 +207,7 @@ def test_a_decoder_that_was_left_by_an_error_is_closed(way, half_way):
 
     with pytest.raises(KeyError), way.planned(kv_heads=2) as decoder:
         fail(decoder)
-    steps = decoder.reduce, *(functools.partial(step, q, k, v) for step in (decoder, decoder.local))
-    for step in steps:
+    for step in (decoder.reduce, *(functools.partial(one, q, k, v) for one in (decoder, decoder.local))):
         with pytest.raises(StateError, match="closed"):
             step()
     decoder.close()

@@ -204,8 +204,8 @@ class Shape:
     def _check_elements(self, name: str, array: Array, dtype: str) -> None:
         if array.dtype != CACHE_DTYPES[dtype] and _NAMES.get(array.dtype, "") != bits_of(dtype):
             raise ArgumentError(
-                f"{name} is {array.dtype}, expected {dtype}: k and v are of one type; a Decoder takes the "
-                "types it is planned for (dtype=, bfloat16 unless named; dtype= of its CacheFormat)"
+                f"{name} is {array.dtype}, expected {dtype}: k and v are of one type, that of the plan "
+                "(dtype= of a Decoder or a cache, bfloat16 unless named; dtype= of a CacheFormat)"
             )
         if array.strides[3] != array.dtype.itemsize and array.size:
             raise ArgumentError(

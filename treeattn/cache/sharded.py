@@ -7,6 +7,7 @@ token from rank to rank.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from treeattn.attention.arguments import CacheFormat, Shard
 from treeattn.attention.positions import Runs
-from treeattn.attention.shape import CACHE_DTYPES, FLOAT8, Shape, check_number, dtype_word
+from treeattn.attention.shape import FLOAT8, Shape, check_axes, check_number, dtype_word
 from treeattn.backends import device as devices
 from treeattn.cache.placement import LayerPlan, Placement, Reach, Write, ordered, whole_numbers
 from treeattn.collectives.runtime.communicator import Given
@@ -41,18 +42,18 @@ class CacheLayer:
 
     def _make_arrays(self) -> None:
         """For as many sequences as there are."""
+        self._shape = replace(self._plan.shape, batch=len(self._reach.totals))
         self._hold(self._empty(self.positions.below(self._capacity)))
         self._drafts = self._empty(self._plan.drafts)
         self.lengths = self._reach.lengths.copy()
 
     def _empty(self, tokens: int) -> tuple[Array, ...]:
         """Arrays of so many tokens, for keys and, unless they are among these, for values."""
-        plan, axes = self._plan, (len(self._reach.totals), tokens, self._plan.shape.kv_heads)
+        plan, axes = self._plan, (self._shape.batch, tokens, self._shape.kv_heads)
         return tuple(plan.device.large((*axes, width), plan.elements) for width in plan.widths)
 
     def _hold(self, arrays: tuple[Array, ...]) -> None:
         self.arrays = arrays
-        self._rows = [(array.shape[0], *array.shape[2:]) for array in arrays]
         self.k: Array = arrays[0]
         self.v: Array | None = None if self._plan.latent else arrays[1]
 
@@ -237,26 +238,11 @@ class CacheLayer:
                 else "v is not needed: the values are the first channels of k, pass None"
             )
         given = tuple(map(self._plan.device.view, ("k", "v"), given))
-        kind, elements = self._plan.shape.kv_dtype, self.k.dtype
-        numbers = CACHE_DTYPES[str(kind)]
-        if elements != numbers:  # held as their bits
-            given = tuple(one.view(elements) if one.dtype == numbers else one for one in given)
-        tokens = (*given[0].shape, 0, 0)[1]
-        for name, array, (batch, heads, width) in zip(("k", "v"), given, self._rows, strict=False):
-            if array.shape != (batch, tokens, heads, width):
-                self._refuse(k, v)
-            if array.dtype != elements:
-                raise ArgumentError(f"{name} is {array.dtype}, the cache holds {kind}")
-        return given
-
-    def _refuse(self, k: Array, v: Array | None) -> None:
-        axes = [f"{name} {list(array.shape)}" for name, array in (("k", k), ("v", v)) if array is not None]
-        batch, _, heads, width = self.k.shape
-        values = "" if self.v is None else f", of v [.., {self.v.shape[3]}]"
-        raise ArgumentError(
-            f"{', '.join(axes)}: [batch, tokens, kv_heads, head_dim] = [{batch}, any, {heads}, {width}] is "
-            f"needed{values}, alike for k and v"
-        )
+        check_axes("k", given[0])
+        values = given[0][..., : self._shape.v_dim] if v is None else given[1]
+        self._shape.check_cache(given[0], values)
+        elements = self.k.dtype  # perhaps their bits, as what is given may be
+        return tuple(one if one.dtype == elements else one.view(elements) for one in given)
 
 
 class ShardedCache(CacheLayer):

@@ -74,9 +74,9 @@ ROWS = np.zeros((1, 2, HEADS, DIM), np.float32)
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        (lambda shard: shard.append(ROWS, ROWS[:, :1]), "alike for k and v"),
-        (lambda shard: shard.append(ROWS[..., :4], ROWS[..., :4]), "= [1, any, 2, 8] is needed"),
-        (lambda shard: shard.append(ROWS.astype(int), ROWS), "k is int64, the cache holds float32"),
+        (lambda shard: shard.append(ROWS, ROWS[:, :1]), "they must be the same"),
+        (lambda shard: shard.append(ROWS[..., :4], ROWS[..., :4]), "kv_heads, head_dim] = [1, any, 2, 8]"),
+        (lambda shard: shard.append(ROWS.astype(int), ROWS), "k is int64, expected float32: k and v"),
         (lambda shard: shard.append(ROWS.tolist(), ROWS), "k is a list: pass an array"),
         (lambda shard: shard.append(ROWS, ROWS, [3]), "1 whole numbers from 0 to 2"),
         (lambda shard: shard.append(ROWS, ROWS, [0.5]), "whole numbers"),
@@ -110,7 +110,7 @@ def test_tensors_of_torch_are_taken(dtype):
     new = torch.arange(32, dtype=getattr(torch, dtype)).reshape(1, 2, HEADS, DIM)
     shard.append(new, new)
     assert shard.k[:, :2].astype(float).tolist() == new.tolist()
-    with refused(f"k is float16, the cache holds {dtype}"):
+    with refused(f"k is float16, expected {dtype}"):
         shard.append(new.half(), new.half())
 
 
