@@ -128,40 +128,14 @@ class _Prover:
         folds: dict[int, tuple[FoldOrder, ...]] = {}
         for rank, transfers in incoming.items():
             done: list[FoldOrder] = []
-            written.append((rank, self._receive(number, rank, transfers, done)))
+            parts = [self._receive_part(number, rank, *part, done) for part in _parts(transfers)]
+            written.append((rank, parts))
             if done:
                 folds[rank] = tuple(_joined(done, {t.chunks.start for t in transfers}))
         for rank, parts in written:
             for pieces in parts:
                 self.held[rank].write(pieces)
         return folds
-
-    def _receive(
-        self, number: int, rank: int, transfers: list[Transfer], done: list[FoldOrder]
-    ) -> list[list[Piece]]:
-        """What `rank` holds after the round, one list per range of chunks; its folds go to `done`."""
-        alone = self._receive_alone(transfers[0], done) if len(transfers) == 1 else None
-        if alone:
-            return [alone]
-        return [self._receive_part(number, rank, *part, done) for part in _parts(transfers)]
-
-    def _receive_alone(self, transfer: Transfer, done: list[FoldOrder]) -> list[Piece] | None:
-        """One transfer of uniform value: the commonest case, done fast. None if it is another case."""
-        src, dst, chunks, merge = transfer
-        theirs = self.held[src].read(chunks.start, chunks.stop)
-        if not merge:
-            return theirs
-        own = self.held[dst].read(chunks.start, chunks.stop)
-        if len(theirs) > 1 or len(own) > 1:
-            return None
-        a, b = own[0][2], theirs[0][2]
-        expressions = self.expressions
-        if expressions.mask[a] & expressions.mask[b]:
-            return None
-        done.append(
-            FoldOrder(chunks, (dst, src) if expressions.lowest[a] < expressions.lowest[b] else (src, dst))
-        )
-        return self._named(chunks.start, chunks.stop, expressions.pair(a, b))
 
     def _receive_part(
         self, number: int, rank: int, first: int, end: int, transfers: list[Transfer], done: list[FoldOrder]

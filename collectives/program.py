@@ -115,10 +115,10 @@ class Program:
         return tuple((number, list(instructions)) for number, instructions in grouped)
 
     @property
-    def exchanges(self) -> list[tuple[list[Send], list[Recv]]]:
+    def exchanges(self) -> list[list[Send | Recv]]:
         """The messages of each round that has some: they travel at once, and have come when it is awaited."""
-        found = (messages(instructions) for _, instructions in self.by_round)
-        return [(sends, receives) for sends, receives in found if sends or receives]
+        found = ([i for i in listed if isinstance(i, Send | Recv)] for _, listed in self.by_round)
+        return [messages for messages in found if messages]
 
     @property
     def message_peers(self) -> set[int]:
@@ -148,12 +148,6 @@ class Program:
 def ranks(numbers: Iterable[int]) -> str:
     """Ranks in words: ``rank 1 and 3``."""
     return f"rank {' and '.join(map(str, sorted(numbers)))}"
-
-
-def messages(instructions: Iterable[Instruction]) -> tuple[list[Send], list[Recv]]:
-    """The messages among instructions: those of a round all travel at once."""
-    listed = list(instructions)
-    return [i for i in listed if isinstance(i, Send)], [i for i in listed if isinstance(i, Recv)]
 
 
 @functools.lru_cache(maxsize=1024)

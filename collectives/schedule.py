@@ -13,7 +13,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
+
+import msgspec
 
 from treeattn.collectives.parameters import RANK_LIMIT
 from treeattn.errors import RestrictionError, ScheduleError
@@ -24,13 +26,6 @@ TRANSFER_LIMIT = 1 << 19
 
 # How to_json writes a transfer.
 _COLUMNS = ("src", "dst", "first_chunk", "end_chunk", "merge")
-_WANTED = {
-    "name": "give it a name in quotes",
-    "size": f"give the number of ranks, 1 to {RANK_LIMIT}",
-    "chunks": f"give the number of pieces that records are cut in, 1 to {RANK_LIMIT}; 1 leaves them whole",
-    "result": "replicated (every rank ends with everything), scattered, or root (rank 0 does)",
-    "rounds": f"give a list of rounds, each a list of transfers [{', '.join(_COLUMNS)}], merge being 1 or 0",
-}
 
 
 class Transfer(NamedTuple):
@@ -168,25 +163,37 @@ class Schedule:
 
     @staticmethod
     def from_json(text: str) -> Schedule:
-        """Read what `to_json` wrote, or somebody by hand. Raises `ScheduleError` that names the key and the
-        remedy for anything else."""
+        """Read what `to_json` wrote, or somebody by hand. Raises `ScheduleError` that names the key and what
+        stands there in a right one."""
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ScheduleError(f"not the JSON of a schedule: {error}") from error
-        for key, wanted in _WANTED.items():
-            if not isinstance(data, dict) or key not in data:
-                raise _unlike(key, f"missing; {wanted}")
-        for key in ("size", "chunks"):
-            if not _is_whole(data[key]) or not 1 <= data[key] <= RANK_LIMIT:
-                raise _unlike(key, f"{data[key]!r:.40}; {_WANTED[key]}")
-        if not isinstance(data["name"], str) or data["result"] not in RESULTS:
-            raise _unlike("name, result", f"{_WANTED['name']}; {_WANTED['result']}")
-        columns = data.get("transfer", [*_COLUMNS])
-        if columns != [*_COLUMNS]:
-            raise _unlike("transfer", f"{columns!r:.80}; the columns are {', '.join(_COLUMNS)} in this order")
-        rounds = _rounds(data["rounds"])
-        return Schedule(data["name"], data["size"], data["chunks"], rounds, data["result"])
+            data = msgspec.json.decode(text, type=_Written)
+            if data.transfer != _COLUMNS:
+                raise msgspec.ValidationError(f"the columns of a transfer are {', '.join(_COLUMNS)}")
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+            raise ScheduleError(
+                f"not the JSON of a schedule: {error}; write it as treeattn schedule --format json does"
+            ) from None
+        rounds = tuple(
+            tuple(
+                Transfer(src, dst, range(first, end), bool(merge)) for src, dst, first, end, merge in round_
+            )
+            for round_ in data.rounds
+        )
+        return Schedule(data.name, data.size, data.chunks, rounds, data.result)
+
+
+_Count = Annotated[int, msgspec.Meta(ge=1, le=RANK_LIMIT)]
+
+
+class _Written(msgspec.Struct):
+    """What `Schedule.to_json` writes."""
+
+    name: str
+    size: _Count
+    chunks: _Count
+    result: Result
+    rounds: list[list[tuple[int, int, int, int, Literal[0, 1]]]]
+    transfer: tuple[str, ...] = _COLUMNS
 
 
 def _is_whole(number: object) -> bool:
@@ -197,28 +204,6 @@ def _is_transfer(entry: object) -> bool:
     if not isinstance(entry, Transfer) or type(entry.chunks) is not range:
         return False
     return _is_whole(entry.src) and _is_whole(entry.dst) and type(entry.merge) is bool
-
-
-def _rounds(data: Any) -> tuple[Round, ...]:
-    if not isinstance(data, list) or not all(isinstance(round_, list) for round_ in data):
-        raise _unlike("rounds", _WANTED["rounds"])
-    for number, round_ in enumerate(data, 1):
-        for row in round_:
-            if not _is_row(row):
-                what = f"round {number}: {row!r:.80} is no transfer"
-                raise _unlike("rounds", f"{what}; {_WANTED['rounds']}")
-    return tuple(
-        tuple(Transfer(src, dst, range(first, end), bool(merge)) for src, dst, first, end, merge in round_)
-        for round_ in data
-    )
-
-
-def _is_row(row: Any) -> bool:
-    return isinstance(row, list) and len(row) == 5 and all(map(_is_whole, row[:4])) and row[4] in (0, 1)
-
-
-def _unlike(key: str, what: str) -> ScheduleError:
-    return ScheduleError(f"not the JSON of a schedule: {key}: {what}")
 
 
 def refuse_above_limit(scheme: str, size: int, transfers: int) -> None:

@@ -97,7 +97,7 @@ class CompiledReducer(Reducer):
         self, spec: ReductionSpec, planned: Planned, slots: Slots | None, oversubscribed: bool
     ) -> None:
         """slots: of this node, where the program uses some."""
-        messages = messages_over(spec.comm, planned.name, planned.program)
+        messages = messages_over(spec.comm, planned.name)
         super().__init__(planned.name)
         self.executor = "slots" if slots else "program"
         self.certificate, self.sent, self._program = planned.certificate, planned.sent, planned.program

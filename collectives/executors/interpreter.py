@@ -74,7 +74,7 @@ class InterpretedReducer(Reducer):
         # All ranks are here: what may fail on one of them alone comes after what they do together.
         super().__init__(schedule.name)
         self.executor = getattr(spec.comm, "library", "mpi")
-        self.messages = messages_over(spec.comm, planned.name, planned.program)
+        self.messages = messages_over(spec.comm, planned.name)
         self.certificate, self.sent, self._program = planned.certificate, planned.sent, planned.program
         memory: Memory = spec.memory
         self._ready = memory.synchronize

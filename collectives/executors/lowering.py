@@ -6,10 +6,10 @@ regions.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +31,7 @@ from treeattn.collectives.program import (
     plan,
 )
 from treeattn.collectives.runtime.memory import Array, PeerArray, Requests
-from treeattn.collectives.runtime.reducer import ReductionSpec
+from treeattn.collectives.runtime.reducer import Messages, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ScheduleError
 
@@ -124,52 +124,16 @@ class Regions:
         return arriving, [(self.array(i.source), i.peer) for i in instructions if isinstance(i, Send)]
 
 
-class Messages(Protocol):
-    """The messages of a program, planned round by round. Python runs `start`, `test` and `wait` for each of
-    them, or compiled code calls what `fields` name."""
-
-    def add(self, number: int, receives: Iterable[PeerArray], sends: Iterable[PeerArray]) -> object:
-        """Plan the messages (array, peer) of a round."""
-
-    def start(self, number: int) -> None:
-        """Start the messages of a round."""
-
-    def test(self, number: int) -> bool:
-        """Whether those that were started have come and gone, as far as that is known without waiting."""
-
-    def wait(self, number: int) -> None:
-        """Return when all messages of a round have come and gone."""
-
-    @property
-    def rounds(self) -> dict[int, Requests]:
-        """The C structs of the messages of each round that has some. After the last `add`."""
-
-    def fields(self) -> dict[str, Any]:
-        """The fields of `StepStruct` by which the compiled code sends. Read after `rounds`."""
-
-    def polled(self, poll: Callable[[], int]) -> Callable[[], int]:
-        """`poll`, which goes on with a step, without waiting for a message."""
-
-    def failure(self, number: int, code: int) -> BaseException:
-        """What a code that is not 0 is raised as, in that round."""
-
-    def free(self) -> None:
-        """What this rank can release alone, where no message is under way."""
-
-    def close(self) -> None:
-        """Release everything. Collective."""
-
-
-def messages_over(comm: Any, name: str, program: Program) -> Messages:
+def messages_over(comm: Any, name: str) -> Messages:
     """Those of a communicator's library, of no round yet; its ranks need not have the other one. name: of the
     schedule. Collective."""
     if getattr(comm, "library", "mpi") == "torch":
         from treeattn.collectives.runtime.torch_communicator import TorchMessages
 
-        return TorchMessages(comm, name, program)
+        return TorchMessages(comm, name)
     from treeattn.collectives.runtime.mpi_communicator import MpiMessages
 
-    return MpiMessages(comm, name, program)
+    return MpiMessages(comm, name)
 
 
 class Addresses(NamedTuple):

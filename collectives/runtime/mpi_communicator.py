@@ -15,17 +15,17 @@ import re
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
 from mpi4py import MPI
 
-from treeattn.collectives.program import Program, messages
 from treeattn.collectives.runtime import communicator, watchdog
 from treeattn.collectives.runtime.communicator import Member
 from treeattn.collectives.runtime.memory import Array, PeerArray, Requests
-from treeattn.collectives.runtime.reducer import owner_of_communicator
+from treeattn.collectives.runtime.reducer import Messages, owner_of_communicator
 from treeattn.errors import BackendError, PeerError
 
 # Calls that return without the other ranks. Whatever else a communicator has, or comes to have, is watched.
@@ -40,10 +40,9 @@ _turns = threading.RLock()
 
 def _no_communicator(error: Any) -> BackendError:
     """What to raise for an exception of MPI that says that there are no more communicators."""
-    reason = error.Get_error_string().splitlines()[-1].strip()
     return BackendError(
-        f"MPI gives no communicator ({reason}): decoders and reducers keep one each until close() or the "
-        "end of their with statement; for good where an exception ended that"
+        f"MPI gives no communicator ({_said(error.Get_error_code())}): decoders and reducers keep one each "
+        "until close() or the end of their with statement; for good where an exception ended that"
     )
 
 
@@ -197,32 +196,44 @@ def duplicate(comm: MPI.Intracomm, what: str = "planning a reduction") -> MpiCom
         return MpiCommunicator.of(comm).dup()
 
 
-class PersistentRequests:
-    """The persistent requests of one reducer (MPI standard, section 3.9), which must be freed before
-    MPI_Finalize, and a duplicate of its communicator."""
+# (bytes of a request, bytes of a status) of the binary interfaces that are known to work: MPICH's (Intel MPI,
+# MVAPICH and Cray MPICH share it), Open MPI's, and the standard one of MPI 5.
+_KNOWN = {(4, 20): "MPICH", (8, 24): "Open MPI", (8, 32): "MPI standard"}
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+# Field of `struct step` of kernels/cpu/step.c -> what is called there.
+_FUNCTIONS = {"startall": "MPI_Startall", "testall": "MPI_Testall", "iprobe": "MPI_Iprobe"}
+
+
+class MpiMessages(Messages):
+    """Persistent requests (MPI standard, section 3.9), which must be freed before MPI_Finalize, over a
+    duplicate of the communicator."""
+
+    def __init__(self, comm: Any, name: str) -> None:
         """Collective. Raises `BackendError` as `duplicate` does."""
-        self.comm = duplicate(comm)
-        self._requests: list[MPI.Prequest] = []
-        self._rounds: dict[int, list[MPI.Prequest]] = {}
+        super().__init__(name)
+        self._comm = duplicate(comm)
+        self._comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self._rounds: defaultdict[int, list[MPI.Prequest]] = defaultdict(list)
 
-    def receive(self, array: Array, peer: int, tag: int) -> MPI.Prequest:
-        self._requests.append(self.comm.Recv_init(array, peer, tag))
-        return self._requests[-1]
+    def receive(self, array: Array, peer: int, number: int) -> MPI.Prequest:
+        """Plan one message of a round, whose number is its tag: a fast neighbour may be ahead."""
+        return self._planned(self._comm.Recv_init, array, peer, number)
 
-    def send(self, array: Array, peer: int, tag: int) -> MPI.Prequest:
-        self._requests.append(self.comm.Send_init(array, peer, tag))
-        return self._requests[-1]
+    def send(self, array: Array, peer: int, number: int) -> MPI.Prequest:
+        return self._planned(self._comm.Send_init, array, peer, number)
 
-    def add(
-        self, number: int, receives: Iterable[PeerArray], sends: Iterable[PeerArray]
-    ) -> list[MPI.Prequest]:
-        """Plan the messages (array, peer) of a round. Its number is their tag: a fast neighbour may be
-        ahead."""
-        self._rounds[number] = [self.receive(array, peer, number) for array, peer in receives]
-        self._rounds[number] += [self.send(array, peer, number) for array, peer in sends]
-        return self._rounds[number]
+    def _planned(
+        self, init: Callable[..., MPI.Prequest], array: Array, peer: int, number: int
+    ) -> MPI.Prequest:
+        self._rounds[number].append(init(array, peer, number))
+        self._peers[number].append(peer)
+        return self._rounds[number][-1]
+
+    def add(self, number: int, receives: Iterable[PeerArray], sends: Iterable[PeerArray]) -> None:
+        for array, peer in receives:
+            self.receive(array, peer, number)
+        for array, peer in sends:
+            self.send(array, peer, number)
 
     def start(self, number: int) -> None:
         MPI.Prequest.Startall(self._rounds[number])
@@ -233,71 +244,44 @@ class PersistentRequests:
     def wait(self, number: int) -> None:
         MPI.Prequest.Waitall(self._rounds[number])
 
-    def free(self) -> None:
-        """Free the requests, none of which may be active; the MPI library may be at its end already."""
-        while self._requests and not MPI.Is_finalized():
-            self._requests.pop().Free()
-
-    def close(self) -> None:
-        self.free()
-        self.comm.free()
-
-
-# (bytes of a request, bytes of a status) of the binary interfaces that are known to work: MPICH's (Intel MPI,
-# MVAPICH and Cray MPICH share it), Open MPI's, and the standard one of MPI 5.
-_KNOWN = {(4, 20): "MPICH", (8, 24): "Open MPI", (8, 32): "MPI standard"}
-
-# Field of `struct step` of kernels/cpu/step.c -> what is called there.
-_FUNCTIONS = {"startall": "MPI_Startall", "testall": "MPI_Testall", "iprobe": "MPI_Iprobe"}
-
-
-class MpiMessages(PersistentRequests):
-    """The messages of one reducer, over a duplicate of its communicator."""
-
-    def __init__(self, comm: Any, name: str, program: Program) -> None:
-        """name: of the schedule. Collective. Raises `BackendError` as `duplicate` does."""
-        super().__init__(comm)
-        self.comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self._name, self._program = name, program
-
     @property
     def rounds(self) -> dict[int, Requests]:
-        """Handles of the requests of each round that has some."""
-        self._handles = {number: _handles(given) for number, given in self._rounds.items() if given}
+        self._handles = {number: _handles(given) for number, given in self._rounds.items()}
         return {number: Requests(each.ctypes.data, len(each)) for number, each in self._handles.items()}
 
     def fields(self) -> dict[str, Any]:
-        """The fields of `StepStruct` by which the compiled code sends."""
         most = max(map(len, self._handles.values()), default=0)
         self._statuses = np.zeros((most + 1, MPI._sizeof(MPI.Status)), np.uint8)
         return {
             **{field: _function(name) for field, name in _FUNCTIONS.items()},
             "statuses": self._statuses.ctypes.data,
-            "comm": int.from_bytes(_bytes(self.comm), sys.byteorder),  # by value, in a whole register
+            "comm": int.from_bytes(_bytes(self._comm), sys.byteorder),  # by value, in a whole register
             "any_source": MPI.ANY_SOURCE,
             "any_tag": MPI.ANY_TAG,
         }
 
-    def polled(self, poll: Callable[[], int]) -> Callable[[], int]:
-        """What runs the step without waiting: testing waits for nothing."""
-        return poll
-
     def failure(self, number: int, code: int) -> PeerError:
-        """What a code of MPI in that round is raised as."""
-        code, peers = self._blamed(number, code)
-        reason = MPI.Get_error_string(code).splitlines()[-1].strip()
-        return PeerError(f"{self._name}, round {number}: the messages with {peers} failed: {reason}")
+        """Of one rank, where the statuses tell which."""
+        in_status = MPI.Get_error_class(code) == MPI.ERR_IN_STATUS
+        errors = map(_error_of, self._statuses if in_status else ())
+        for peer, error in zip(self._peers[number], errors, strict=False):
+            if error not in (MPI.SUCCESS, MPI.ERR_PENDING):
+                return self.lost(number, _said(error), [peer])
+        return self.lost(number, _said(code))
 
-    def _blamed(self, number: int, code: int) -> tuple[int, str]:
-        """The error code of MPI, and the ranks that it is about: one, where the statuses tell which."""
-        sends, receives = messages(i for i in self._program.instructions if i.round == number)
-        peers = [*(message.peer for message in receives), *(message.peer for message in sends)]
-        if MPI.Get_error_class(code) == MPI.ERR_IN_STATUS:
-            for peer, status in zip(peers, self._statuses, strict=False):
-                error = _error_of(status)
-                if error not in (MPI.SUCCESS, MPI.ERR_PENDING):
-                    return error, f"rank {peer}"
-        return code, "ranks " + ", ".join(map(str, sorted(set(peers))))
+    def free(self) -> None:
+        """Free the requests, none of which may be active; the MPI library may be at its end already."""
+        for requests in self._rounds.values():
+            while requests and not MPI.Is_finalized():
+                requests.pop().Free()
+
+    def close(self) -> None:
+        self.free()
+        self._comm.free()
+
+
+def _said(code: int) -> str:
+    return MPI.Get_error_string(code).splitlines()[-1].strip()
 
 
 @functools.cache

@@ -110,21 +110,14 @@ class NcclCommunicator:
         # garbage may go later, and a caller's own never.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._communicator))
 
-    def group_start(self) -> None:
-        """What follows, up to `group_end`, happens at the same time."""
+    def exchange(self, receives: Iterable[PeerArray], sends: Iterable[PeerArray]) -> None:
+        """Messages of (array, peer) as one group: they all travel at once."""
         self._nccl.groupStart()
-
-    def group_end(self) -> None:
-        """Queue the group."""
+        for array, peer in receives:
+            self._communicator.recv(*self._elements(array), peer, self._stream.stream)
+        for array, peer in sends:
+            self._communicator.send(*self._elements(array), peer, self._stream.stream)
         self._nccl.groupEnd()
-
-    def send(self, array: Array, peer: int) -> None:
-        """Send to the next `receive` of `peer` from this rank; waits for it, unless in a group."""
-        self._communicator.send(*self._elements(array), peer, self._stream.stream)
-
-    def receive(self, array: Array, peer: int) -> None:
-        """As much as `array` holds, from `peer`."""
-        self._communicator.recv(*self._elements(array), peer, self._stream.stream)
 
     def all_reduce(self, array: Array, operation: Literal["max", "sum"]) -> None:
         """Every element over all ranks, in place."""
@@ -152,15 +145,3 @@ class NcclCommunicator:
 
 
 connect = NcclCommunicator
-
-
-def exchange(
-    communicator: NcclCommunicator, receives: Iterable[PeerArray], sends: Iterable[PeerArray]
-) -> None:
-    """Queue messages of (array, peer) as one group: they all travel at once."""
-    communicator.group_start()
-    for array, peer in receives:
-        communicator.receive(array, peer)
-    for array, peer in sends:
-        communicator.send(array, peer)
-    communicator.group_end()

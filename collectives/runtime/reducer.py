@@ -10,13 +10,14 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from treeattn.collectives.check import Certificate
 from treeattn.collectives.runtime import watchdog
-from treeattn.collectives.runtime.memory import HOST, Array
-from treeattn.errors import ANOTHER_PROCESS, ScheduleError, StateError
+from treeattn.collectives.runtime.memory import HOST, Array, PeerArray, Requests
+from treeattn.errors import ANOTHER_PROCESS, PeerError, ScheduleError, StateError
 
 T = TypeVar("T")
 
@@ -130,6 +131,62 @@ def owner_of_communicator(size: int) -> Owner:
     return Owner("this communicator") if size > 1 else Anyone("a communicator of one rank")
 
 
+class Messages(ABC):
+    """The messages of one reducer, planned round by round. Python runs `start`, `test` and `wait` for each of
+    them, or compiled code calls what `fields` name."""
+
+    def __init__(self, name: str) -> None:
+        """name: of the schedule."""
+        self._name = name
+        self._peers: defaultdict[int, list[int]] = defaultdict(list)  # of each round's, in their order
+
+    @abstractmethod
+    def add(self, number: int, receives: Iterable[PeerArray], sends: Iterable[PeerArray]) -> None:
+        """Plan the messages (array, peer) of a round."""
+
+    @abstractmethod
+    def start(self, number: int) -> None:
+        """Start the messages of a round."""
+
+    @abstractmethod
+    def test(self, number: int) -> bool:
+        """Whether those that were started have come and gone, as far as that is known without waiting."""
+
+    @abstractmethod
+    def wait(self, number: int) -> None:
+        """Return when all messages of a round have come and gone."""
+
+    @property
+    @abstractmethod
+    def rounds(self) -> dict[int, Requests]:
+        """The C structs of the messages of each round that has some. After the last `add`."""
+
+    @abstractmethod
+    def fields(self) -> dict[str, Any]:
+        """The fields of `StepStruct` by which the compiled code sends. Read after `rounds`."""
+
+    def polled(self, poll: Callable[[], int]) -> Callable[[], int]:
+        """`poll`, which goes on with a step, without waiting for a message."""
+        return poll
+
+    @abstractmethod
+    def failure(self, number: int, code: int) -> BaseException:
+        """What a code that is not 0 is raised as, in that round."""
+
+    def lost(self, number: int, why: str, peers: Iterable[int] = ()) -> PeerError:
+        """The error of a round. peers: of all its messages, unless some are known to be concerned."""
+        named = " and ".join(map(str, sorted({*(peers or self._peers[number])})))
+        return PeerError(f"{self._name}, round {number}: the messages with rank {named} failed: {why}")
+
+    @abstractmethod
+    def free(self) -> None:
+        """What this rank can release alone, where no message is under way."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release everything. Collective."""
+
+
 class Reducer(ABC):
     """Folds the records of all ranks, in place, once a step. Planning, a step and closing are collective.
 
@@ -146,7 +203,7 @@ class Reducer(ABC):
     executor: str | None = None
     #: Why no faster executor runs it, in one line; None where the fastest does.
     fallback: str | None = None
-    #: What holds planned messages, which a library wants freed before its end; None where there are none.
+    #: `Messages`, which a library wants freed before its end; None where there are none.
     messages: Any = None
     #: Whether a step is queued to a stream, or nothing at all: then it can be recorded.
     stream_ordered = False

@@ -20,12 +20,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from treeattn.collectives.program import Program
 from treeattn.collectives.runtime import communicator, watchdog
 from treeattn.collectives.runtime.communicator import Member
 from treeattn.collectives.runtime.memory import Array, PeerArray, Requests
 from treeattn.collectives.runtime.process import kernel, namespace
-from treeattn.collectives.runtime.reducer import owner_of_communicator
+from treeattn.collectives.runtime.reducer import Messages, owner_of_communicator
 from treeattn.errors import PeerError, StateError
 
 if TYPE_CHECKING:
@@ -214,27 +213,27 @@ _TESTALL = ctypes.CFUNCTYPE(
 )
 
 
-class TorchMessages:
-    """The messages of one reducer, on a channel of its own. Python runs `start` and `wait` for each round, or
-    compiled code calls them."""
+class TorchMessages(Messages):
+    """Messages on a channel of their own. Python runs `start` and `wait` for each round, or compiled code
+    calls them."""
 
-    def __init__(self, comm: TorchCommunicator, name: str, program: Program) -> None:
-        """name: of the schedule. Collective."""
-        self._comm, self._name, self._program = comm.dup(), name, program
+    def __init__(self, comm: TorchCommunicator, name: str) -> None:
+        """Collective."""
+        super().__init__(name)
+        self._comm = comm.dup()
         self._operations: dict[int, list[Any]] = {}
-        self._counts: Counter[tuple[Array, int]] = Counter()
+        self._counts: Counter[tuple[Any, int]] = Counter()
         self._under_way: list[Any] = []
         self._may_wait = True
         self._error: BaseException | None = None
 
     def add(self, number: int, receives: Iterable[PeerArray], sends: Iterable[PeerArray]) -> None:
-        given = [(dist.irecv, *one) for one in receives] + [(dist.isend, *one) for one in sends]
-        if given:
-            self._operations[number] = [self._planned(*one) for one in given]
-
-    def _planned(self, call: Any, array: Array, peer: int) -> Any:
-        self._counts[call, peer] += 1
-        return self._comm.operation(call, array, peer, self._counts[call, peer])
+        for call, given in ((dist.irecv, receives), (dist.isend, sends)):
+            for array, peer in given:
+                self._counts[call, peer] += 1
+                operation = self._comm.operation(call, array, peer, self._counts[call, peer])
+                self._operations.setdefault(number, []).append(operation)
+                self._peers[number].append(peer)
 
     def start(self, number: int) -> None:
         """Start a round's. Raises `PeerError`, as `wait` does, where a rank is lost."""
@@ -242,7 +241,7 @@ class TorchMessages:
             try:
                 self._under_way = dist.batch_isend_irecv(self._operations[number])
             except RuntimeError as error:
-                raise self._lost(number, error) from None
+                raise self.lost(number, reason(error)) from None
 
     def test(self, number: int) -> bool:
         """Whether the round has no messages: torch does not tell, without waiting, whether one of gloo has
@@ -250,21 +249,15 @@ class TorchMessages:
         return number not in self._operations
 
     def wait(self, number: int) -> None:
-        """Return when those of the round that was started have come and gone."""
         try:
             while self._under_way:
                 self._under_way[-1].wait()
                 self._under_way.pop()
         except RuntimeError as error:
-            raise self._lost(number, error) from None
-
-    def _lost(self, number: int, error: RuntimeError) -> PeerError:
-        peers = self._program.peers(number)
-        return PeerError(f"{self._name}, round {number}: the {peers} failed: {reason(error)}")
+            raise self.lost(number, reason(error)) from None
 
     @property
     def rounds(self) -> dict[int, Requests]:
-        """The number of each round that has some, where C finds it."""
         self._numbers = {number: np.array([number], np.int64) for number in self._operations}
         return {number: Requests(each.ctypes.data, 1) for number, each in self._numbers.items()}
 
@@ -293,8 +286,6 @@ class TorchMessages:
         return int(self._error is not None)
 
     def polled(self, poll: Callable[[], int]) -> Callable[[], int]:
-        """`poll`, which goes on with a step, without waiting for a message."""
-
         def polled() -> int:
             self._may_wait = False
             try:

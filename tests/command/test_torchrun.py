@@ -85,7 +85,7 @@ ROUND = "recursive_doubling, round 1: "
     ("executor", "where", "signal", "code", "says"),
     sample(2, [
         ("torch", "step", "SIGSTOP", 124, f"{ROUND}2 s without messages from rank 1 and reception by"),
-        ("torch", "step", "SIGKILL", 1, f"{ROUND}the messages from rank 1 and reception by rank 1 failed"),
+        ("torch", "step", "SIGKILL", 1, f"{ROUND}the messages with rank 1 failed"),
         ("slots", "step", "SIGSTOP", 124, f"{ROUND}2 s without messages from rank 1 and reception by"),
         ("slots", "plan", "SIGSTOP", 124, "what all ranks plan together: 2 s without the other ranks: "),
         ("slots", "step", "SIGKILL", 1, f"{ROUND}rank 1 has ended, while this one waits for "),

@@ -109,7 +109,7 @@ class Node:
         return [[held[rank][step] for rank in ranks] for step in range(len(partials))]
 
     def _step(self, rank: int) -> None:
-        """As `executors.peer` and `executors.peer_nccl` queue it."""
+        """As `executors.peer` and `executors.nccl` queue it."""
         if self._finishing:
             self._finishing[rank]()
             return
@@ -122,12 +122,11 @@ class Node:
             if not self._early:
                 pull(part)
 
-    def _exchange(self, rank: int, exchange: tuple[list[ir.Send], list[ir.Recv]]) -> None:
-        sends, receives = exchange
+    def _exchange(self, rank: int, exchange: list[ir.Send | ir.Recv]) -> None:
         buffers = {ir.OWN: self.buffers[rank], ir.LANDING: self.pulls[rank].landed}
-        for _, peer, source in sends:
+        for _, peer, source in (i for i in exchange if isinstance(i, ir.Send)):
             self._mail[rank, peer].put(self.buffers[rank][source.first : source.stop].copy())
-        for _, peer, into in receives:
+        for _, peer, into in (i for i in exchange if isinstance(i, ir.Recv)):
             buffers[into.buffer][into.first : into.stop] = self._mail[peer, rank].get(timeout=60)
 
     @property

@@ -100,7 +100,6 @@ class Stream:
         self.waited = True
         self.lost = False
         self._graphs: list[weakref.ref[Any]] = []
-        self._posts: list[Post] | None = None
         self._recorded: list[Callable[[bool], Any]] | None = None
 
     # Memory and stream
@@ -157,29 +156,13 @@ class Stream:
 
     # Communicator
 
-    def group_start(self) -> None:
-        assert self._posts is None
-        self._posts = []
-
-    def group_end(self) -> None:
-        assert self._posts is not None
-        posts, self._posts = self._posts, None
+    def exchange(self, receives: Any, sends: Any) -> None:
+        posts = [Post("receive", *one) for one in receives] + [Post("send", *one) for one in sends]
+        for _, array, peer in posts:
+            assert array.flags.c_contiguous
+            assert array.size
+            assert 0 <= peer < self.size
         self._add(partial(Group, posts))
-
-    def _post(self, kind: str, array: Any, peer: int) -> None:
-        assert array.flags.c_contiguous
-        assert array.size
-        assert 0 <= peer < self.size
-        if self._posts is None:
-            self._add(partial(Group, [Post(kind, array, peer)]))
-        else:
-            self._posts.append(Post(kind, array, peer))
-
-    def send(self, array: Any, peer: int) -> None:
-        self._post("send", array, peer)
-
-    def receive(self, array: Any, peer: int) -> None:
-        self._post("receive", array, peer)
 
     def check(self) -> None:
         """Nothing broke."""

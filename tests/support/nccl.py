@@ -15,22 +15,12 @@ class NcclOverMpi:
     def __init__(self, comm, runtime):
         self.rank, self.size = comm.rank, comm.size
         self._comm, self._runtime = comm.unwatched.Dup(), runtime  # a thread of its own ends it
-        self._posts = None
         self.ended = None
 
-    def group_start(self):
-        assert self._posts is None
-        self._posts = []
-
-    def group_end(self):
-        posts, self._posts = self._posts, None
+    def exchange(self, receives, sends):
+        ways = (self._comm.Irecv, receives), (self._comm.Isend, sends)
+        posts = [(start, self._runtime.inside(array), peer) for start, of in ways for array, peer in of]
         self._runtime.queue(lambda: MPI.Request.Waitall([start(array, peer) for start, array, peer in posts]))
-
-    def send(self, array, peer):
-        self._posts.append((self._comm.Isend, self._runtime.inside(array), peer))  # only ever in a group
-
-    def receive(self, array, peer):
-        self._posts.append((self._comm.Irecv, self._runtime.inside(array), peer))
 
     def all_reduce(self, array, operation):
         inside = self._runtime.inside(array)

@@ -39,18 +39,13 @@ class NcclOverTorch:
         self.rank, self.size = comm.rank, comm.size
         self._comm, self._runtime = comm.dup(), runtime
 
-    def group_start(self):
-        self._posts = []
-
-    def group_end(self):
-        posts = self._posts
+    def exchange(self, receives, sends):
+        ways = (dist.irecv, receives), (dist.isend, sends)
+        inside = self._runtime.inside
+        posts = [
+            self._comm.operation(call, inside(array), peer, 0) for call, of in ways for array, peer in of
+        ]
         self._runtime.queue(lambda: [work.wait() for work in dist.batch_isend_irecv(posts)])
-
-    def send(self, array, peer, call=dist.isend):
-        self._posts.append(self._comm.operation(call, self._runtime.inside(array), peer, 0))
-
-    def receive(self, array, peer):
-        self.send(array, peer, dist.irecv)
 
     def check(self):
         """gloo raises where something breaks."""

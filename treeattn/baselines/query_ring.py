@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from treeattn.attention.shape import Shape
 from treeattn.backends import cpu
-from treeattn.collectives.runtime.mpi_communicator import PersistentRequests
+from treeattn.collectives.runtime.mpi_communicator import MpiMessages
 from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.errors import StateError
@@ -34,7 +34,7 @@ class QueryRing(Reducer):
     def __init__(self, reduction: ReductionSpec, shape: Shape, scale: float, records: Array) -> None:
         """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
         super().__init__("query_ring")
-        self.messages = PersistentRequests(reduction.comm)
+        self.messages = MpiMessages(reduction.comm, "query_ring")
         self._rank, self._size = rank, size = reduction.comm.rank, reduction.comm.size
         cuts = [shape.kv_heads * s // size for s in range(size + 1)]
         # In the order of the hops: slice `rank` first, then those that arrive from the left.

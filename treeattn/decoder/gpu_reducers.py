@@ -100,7 +100,8 @@ def _over_peers(
 def _between_nodes(
     reduction: ReductionSpec, schedule: Schedule, nodes: tuple[tuple[int, ...], ...]
 ) -> tuple[peer.Windows, Reducer]:
-    from treeattn.collectives.executors import peer, peer_nccl
+    from treeattn.collectives.executors import nccl as over_nccl
+    from treeattn.collectives.executors import peer
 
     with _for_other_nodes():
         communicator = connected_by_nccl(reduction.comm, reduction.memory)
@@ -109,7 +110,7 @@ def _between_nodes(
     except TreeattnError:
         communicator.abort()
         raise
-    return windows, peer_nccl.plan(windows, communicator, reduction.memory)
+    return windows, over_nccl.plan_between_nodes(windows, communicator, reduction.memory)
 
 
 @contextlib.contextmanager

@@ -87,10 +87,7 @@ def test_arrays_become_addresses_counts_and_the_stream(monkeypatch: pytest.Monke
     at = array.ctypes.data
     assert nccl.problem() is None
     communicator = nccl.connect(ONE, STREAM)
-    communicator.group_start()
-    communicator.send(array, 1)
-    communicator.receive(array, 2)
-    communicator.group_end()
+    communicator.exchange([(array, 2)], [(array, 1)])
     communicator.all_reduce(array, "max")
     communicator.all_reduce(array, "sum")
     communicator.close()
@@ -98,8 +95,8 @@ def test_arrays_become_addresses_counts_and_the_stream(monkeypatch: pytest.Monke
     assert calls == [
         ("connect", 1, bytes(128), 0),
         ("groupStart",),
-        ("send", at, 6, 7, 1, 99),
         ("recv", at, 6, 7, 2, 99),
+        ("send", at, 6, 7, 1, 99),
         ("groupEnd",),
         ("allReduce", at, at, 6, 7, 2, 99),
         ("allReduce", at, at, 6, 7, 0, 99),

@@ -20,8 +20,9 @@ from treeattn.collectives.program import (
     Instruction,
     Program,
     Publish,
+    Recv,
     Region,
-    messages,
+    Send,
 )
 from treeattn.errors import RestrictionError
 from treeattn.partial import Array
@@ -164,7 +165,7 @@ class _Tables:
         for _, instructions in program.by_round:
             for instruction in instructions:
                 self._add(instruction)
-                if isinstance(instruction, Await) and any(messages(instructions)):
+                if isinstance(instruction, Await) and any(isinstance(i, Send | Recv) for i in instructions):
                     cuts.append(len(self._rows))
         self.parts = [range(*ends) for ends in pairwise([*cuts, len(self._rows)])]
         self.instructions = np.array(self._rows, _INSTRUCTION)
