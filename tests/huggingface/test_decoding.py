@@ -7,6 +7,8 @@ import pytest
 transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
 torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
 
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+
 from tests.support.tiny_models import assert_close, logits_of, made, padded, prompt  # noqa: E402
 from treeattn import huggingface  # noqa: E402
 from treeattn.errors import ArgumentError  # noqa: E402
@@ -186,19 +188,35 @@ def test_a_cache_goes_on_where_a_text_ended(comm):
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "DeepSeek-V3"])
 def test_one_graph_of_torch_compile(comm, family):
-    """Traced as a whole, without a break, and traced once for the prefill and once or twice for steps."""
+    """Traced as a whole, without a break: once for the prefill, and once for all tokens."""
     import torch._dynamo as dynamo
 
-    model, ids = made(family), prompt(2)
-    wanted = model.generate(ids, do_sample=False, max_new_tokens=8)
+    model, ids = made(family, num_hidden_layers=2), prompt(2)
+    given = {"attention_mask": padded(ids), "do_sample": False, "max_new_tokens": 9}
+    wanted = model.generate(ids, **given)
     model.set_attn_implementation("treeattn")
     dynamo.reset()
     dynamo.utils.counters.clear()
-    model.forward = torch.compile(model.forward, backend="eager", fullgraph=True, dynamic=True)
-    cache = huggingface.ShardedKV(model.config, comm, capacity=64)
-    got = model.generate(ids, do_sample=False, max_new_tokens=8, past_key_values=cache)
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True, dynamic=True)
+    cache = huggingface.ShardedKV(model.config, comm, capacity=32)  # it grows
+    got = model.generate(ids, cache=cache, **given)
     assert got.tolist() == wanted.tolist()
     assert not dynamo.utils.counters["graph_break"]
-    assert dynamo.utils.counters["stats"]["unique_graphs"] <= 4
+    assert dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_operators_of_a_compiled_model():
+    """What they say of themselves is so; no CUDA graph takes them in, and where rows begin is on the host,
+    for all layers at once, though the mask lies on a GPU."""
+    q, k, v = (torch.randn(2, heads, 5, 16) for heads in (4, 2, 2))
+    begins, mask = torch.tensor([0, 2]), torch.ones(2, 5)
+    operators = torch.ops.treeattn.attend.default, torch.ops.treeattn.begins.default
+    for begin, sinks in ((None, None), (begins, torch.zeros(4))):
+        torch.library.opcheck(operators[0], (q, k, v, begin, sinks, 0, 0, 0, 0.25, 3, 0.0))
+    torch.library.opcheck(operators[1], (mask, 5, 2))
+    for operator in operators:
+        assert torch.Tag.cudagraph_unsafe in operator.tags
+    with FakeTensorMode():
+        assert operators[1](torch.ones(2, 5, device="cuda"), 5, 2).device.type == "cpu"

@@ -20,7 +20,7 @@ from treeattn.huggingface.layers import (
 )
 from treeattn.huggingface.mask import Mask, mask
 from treeattn.huggingface.plans import Scoring
-from treeattn.huggingface.tensors import all_heads, as_rows, finished, torchs_stream
+from treeattn.huggingface.tensors import NO_GRAPH, all_heads, as_rows, finished, torchs_stream
 
 #: What models pass along and attention has nothing to do with.
 _BESIDE_ATTENTION = {
@@ -187,7 +187,7 @@ def _attend(
     return finished(out, lse, sinks, query.dtype)
 
 
-@torch.library.custom_op("treeattn::attend", mutates_args=())
+@torch.library.custom_op("treeattn::attend", mutates_args=(), tags=NO_GRAPH)
 def _operator(
     query: torch.Tensor,
     key: torch.Tensor,

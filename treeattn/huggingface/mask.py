@@ -12,6 +12,7 @@ import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from treeattn.errors import ArgumentError, StateError
+from treeattn.huggingface.tensors import NO_GRAPH
 
 #: Slots that are looked at at once.
 _BLOCK = 256
@@ -88,11 +89,10 @@ def mask(
         if torch.compiler.is_compiling() and not local_size:
             return None
         begins = torch.zeros(batch_size, dtype=torch.int64)
-    elif torch.compiler.is_compiling():
-        begins = torch.ops.treeattn.begins(attention_mask, q_offset + q_length)
     else:
-        begins = begins_of(attention_mask, q_offset + q_length)
-    return Mask((begins - kv_offset).clamp(min=0), local_size, kv_length)
+        counted = torch.ops.treeattn.begins if torch.compiler.is_compiling() else _begins
+        begins = counted(attention_mask, q_offset + q_length, kv_offset)
+    return Mask(begins, local_size, kv_length)
 
 
 def begins_of(attention_mask: torch.Tensor, end: int) -> torch.Tensor:
@@ -118,14 +118,17 @@ def begins_of(attention_mask: torch.Tensor, end: int) -> torch.Tensor:
     return begins
 
 
-@torch.library.custom_op("treeattn::begins", mutates_args=())
-def _begins(attention_mask: torch.Tensor, end: int) -> torch.Tensor:
-    return begins_of(attention_mask, end).to(attention_mask.device)
+def _begins(attention_mask: torch.Tensor, end: int, gone: int) -> torch.Tensor:
+    """`begins_of`, counted from slot `gone` on."""
+    return (begins_of(attention_mask, end) - gone).clamp(min=0)
 
 
-@_begins.register_fake
-def _(attention_mask: torch.Tensor, end: int) -> torch.Tensor:
-    return attention_mask.new_empty((attention_mask.shape[0],), dtype=torch.int64)
+_operator = torch.library.custom_op("treeattn::begins", _begins, mutates_args=(), tags=NO_GRAPH)
+
+
+@_operator.register_fake
+def _(attention_mask: torch.Tensor, end: int, gone: int) -> torch.Tensor:
+    return torch.empty(attention_mask.shape[0], dtype=torch.int64)
 
 
 def _check(

@@ -10,6 +10,10 @@ import torch
 
 from treeattn.backends.cuda.runtime import default_runtime
 
+#: Of operators that a CUDA graph would not run again: they append, send and read masks from the host. torch
+#: then captures what lies between them.
+NO_GRAPH = (torch.Tag.cudagraph_unsafe,)
+
 
 def torchs_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Queue what is done within to the stream on which torch computes now, and not to CuPy's."""
