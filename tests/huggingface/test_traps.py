@@ -1,27 +1,5 @@
 """What would give another text is an error in one line, on all ranks; what transformers asks of a cache is
-told in slots of the whole sequence.
-
-| trap of transformers, or of torch | held by |
-|---|---|
-| without a mask function no mask is passed | test_attention_and_mask_are_registered, families with padding |
-| models without the interface take the name | test_a_family_that_goes_another_way, .. at_its_first_keys |
-| a mask function gets rules, and neither cache nor layer | test_patterns_that_only_a_mask_function_tells |
-| masks of four dimensions pass it by | test_masks_of_ones_own |
-| lengths are of the whole sequence, whoever holds it | test_lengths_are_slots_of_the_whole_sequence |
-| a window hands over its last keys: a mask function alone is told the first | every family, its own caches |
-| slots decide what is seen, not position_ids | families with padding; test_rows_that_are_nothing .. |
-| no cache_position, no cache, not always position_ids | every family |
-| window, softcap, sinks, scale differ by model | families; test_arguments_that_would_change_the_result |
-| crop is told a negative number; windows record the past | test_lengths_are_slots; the assistant of Mistral |
-| is_croppable, is_compileable, early init | test_lengths_are_slots; the assistant of test_decoding.py |
-| the batch is reordered, and expanded before a prefill | beams and return sequences of test_decoding.py |
-| ranks must draw alike, and decide alike at a tie | test_decoding.py, seeds and scores that differ |
-| a configuration of text and images has layers of both | test_a_model_of_text_and_images |
-| a new group is a matter of all; a tag for each message | test_what_a_rank_has_whole, torchrun_schedules.py |
-| mpiexec gives each rank all processors | test_more_threads_than_processors_are_told |
-| recurrent layers need every token in turn | check_family of LFM2, Qwen3-Next, Jamba |
-| experts and norms need nothing | families with experts |
-"""
+told in slots of the whole sequence."""
 
 from __future__ import annotations
 
@@ -256,6 +234,7 @@ def test_a_cache_that_cannot_be(comm, model):
         kv.reset()
         refused("leave the prefill", huggingface.prefill, model, prompt()[:, :1], kv)
         refused("ids differs", huggingface.prefill, model, prompt(seed=comm.rank), kv)
+        refused("ids differs", model.generate, prompt(seed=comm.rank), cache=kv)
         begins_elsewhere = padded(prompt(3)).roll(comm.rank, 0)
         refused("attention_mask differs", huggingface.prefill, model, prompt(3), kv, begins_elsewhere)
 

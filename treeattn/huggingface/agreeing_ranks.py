@@ -15,9 +15,6 @@ from treeattn.errors import ArgumentError
 from treeattn.huggingface.tensors import digest
 from treeattn.mpi.communicators import Agreement, must_match
 
-#: Ids of each sequence that are compared for a token, after all of them for the first.
-_RECENT = 256
-
 
 class AgreeingRanks(LogitsProcessor):
     """What every generate() over a `ShardedKV` has behind the caller's own processors: the cache is told the
@@ -25,23 +22,18 @@ class AgreeingRanks(LogitsProcessor):
 
     Attention gives all ranks the same bits. What is computed beside it does so too on equal processors; where
     they differ, a near tie could be decided otherwise on one rank, which would then write another text, or
-    stop while the others wait for it. Costs a message of the scores (vocabulary x 4 bytes) a token, and one
-    of a few bytes that compares the ids. Raises `ArgumentError`, on all ranks, where these differ.
+    stop while the others wait for it. Costs a message of the scores (vocabulary x 4 bytes) a token.
     """
 
     def __init__(self, cache: Any) -> None:
-        self._cache, self._first = cache, True
+        self._cache = cache
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
         """The scores of rank 0, whose random numbers come along."""
         cache = self._cache
         cache.check_attended()
         cache.origin.tell(input_ids, cache.get_seq_length())
-        if cache.comm.size == 1:
-            return scores
-        must_match(cache.comm, {"ids": digest(input_ids if self._first else input_ids[:, -_RECENT:])})
-        self._first = False
-        return cache.agreed(scores)
+        return scores if cache.comm.size == 1 else cache.agreed(scores)
 
 
 def let_generate_agree(caches: type[Any]) -> None:

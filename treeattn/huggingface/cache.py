@@ -260,13 +260,8 @@ class ShardedKV(Cache):
         Raises `ArgumentError` for another model, a cache that is not empty, and as `ShardedCache.load`.
         """
         collectively(self.comm, lambda: find(device))
-        before, self.device = self.device, torch.device(device)
-        try:
-            with torchs_stream(self.device):
-                saved.load(self, directory, unchecked)
-        except BaseException:
-            self.device = before
-            raise
+        with torchs_stream(torch.device(device)):
+            saved.load(self, directory, unchecked, torch.device(device))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse copies and pickles, which would hold one rank's part alone."""

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from treeattn.errors import ArgumentError, StateError
 from treeattn.huggingface.mask import begins_of
+from treeattn.huggingface.tensors import digest
 from treeattn.mpi.communicators import Agreement
 
 if TYPE_CHECKING:
@@ -52,12 +53,12 @@ class Origin:
         where they do not say it all. mask [rows, tokens]: with zeros for padding, where it is known already.
         Collective.
 
-        Raises `ArgumentError`, the same on every rank and before the cache changes, where it holds tokens of
-        other ids or another padding, or was saved by another model.
+        Raises `ArgumentError`, the same on every rank and before the cache changes, where ranks are given
+        others, it holds tokens of other ids or another padding, or was saved by another model.
         """
         slots = cache.get_seq_length()
         before, weights = self.text(slots), weights_digest(model)
-        with Agreement(cache.comm):
+        with Agreement(cache.comm) as agreed:
             begins = None if mask is None else begins_of(mask, mask.shape[1]).numpy()
             text = None if ids is None else _masked(ids[:, :slots], self.begins if begins is None else begins)
             if self.saved is not None:
@@ -65,6 +66,10 @@ class Origin:
                 before, self._weights = text, weights
             elif slots and text is not None and before is not None:
                 _check_same_text(before, text)
+            agreed.must_match = {
+                "ids": None if ids is None else digest(ids),
+                "attention_mask": None if begins is None else begins.tolist(),
+            }
         self.saved = None
         self.begins = self.begins if begins is None else begins
         self._weights = weights if slots == 0 or weights == self._weights else None

@@ -10,7 +10,7 @@ from treeattn.decoder import Prefill
 from treeattn.errors import ArgumentError
 from treeattn.huggingface.mask import begins_of
 from treeattn.huggingface.plans import Scoring
-from treeattn.huggingface.tensors import as_rows, as_tensor, digest, dtype_name, finished
+from treeattn.huggingface.tensors import as_rows, as_tensor, dtype_name, finished
 from treeattn.mpi.communicators import Agreement
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def prefill(
 
 def _prefill(model: Any, ids: torch.Tensor, cache: ShardedKV, attention_mask: torch.Tensor | None) -> None:
     comm, tokens = cache.comm, ids.shape[1]
-    with Agreement(comm) as agreed:
+    with Agreement(comm):
         text = model.config.get_text_config(decoder=True)
         if text._attn_implementation != "treeattn":
             raise ArgumentError("load the model with attn_implementation='treeattn'")
@@ -90,12 +90,7 @@ def _prefill(model: Any, ids: torch.Tensor, cache: ShardedKV, attention_mask: to
                 "the rotary frequencies of this model depend on the length of the text, of which ranks see "
                 "different parts: leave the prefill to generate()"
             )
-        agreed.must_match = {
-            "ids": digest(ids),
-            "attention_mask": None if begins is None else begins.tolist(),
-        }
-    cache.origin.begin(cache, model, ids)
-    cache.origin.check_padding(None if begins is None else begins.numpy(), 0, len(ids))
+    cache.origin.begin(cache, model, ids, torch.ones_like(ids) if begins is None else attention_mask)
     dealt = cache.dealt = Dealt(comm, tokens, begins)
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # rings are not traced

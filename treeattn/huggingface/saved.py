@@ -36,7 +36,7 @@ def save(cache: ShardedKV, directory: str | Path, unchecked: bool) -> None:
     (first if isinstance(first, ShardedCache) else first.cache).save(directory, about)
 
 
-def load(cache: ShardedKV, directory: str | Path, unchecked: bool) -> None:
+def load(cache: ShardedKV, directory: str | Path, unchecked: bool, device: Any) -> None:
     """As `ShardedKV.load`."""
     from treeattn.cache import saved  # reads and checks JSON: for files alone
 
@@ -47,12 +47,12 @@ def load(cache: ShardedKV, directory: str | Path, unchecked: bool) -> None:
     collectively(cache.comm, lambda: _check(cache, directory, index, unchecked))
     shards: list[Any]
     if cache.nodes is None:
-        device: Any = cache.device
         read = ShardedCache.load(directory, cache.comm, capacity=cache.capacity, device=device)
         shards = list(read.layers)
     else:
         remote = cache.nodes.load(directory, capacity=cache.capacity)
         shards = [RemoteLayer(remote, number) for number in range(len(remote.totals))]
+    cache.device = device
     if not unchecked:
         cache.origin.hold(index.about)
     for layer, shard in zip(cache.layers, shards, strict=True):
