@@ -126,7 +126,8 @@ def test_ranks_that_draw_otherwise_are_told(comm, monkeypatch, given):
     if comm.rank:
         monkeypatch.setattr(torch, "multinomial", lambda *given, **named: (draw(*given, **named) + 1) % 97)
     cache = huggingface.ShardedKV(model.config, comm, capacity=64)
-    with pytest.raises(ArgumentError, match="ids differs between ranks"):
+    match = "ids differs between ranks" if "num_beams" in given else "ranks were given different tokens"
+    with pytest.raises(ArgumentError, match=match):
         model.generate(prompt(2), past_key_values=cache, do_sample=True, **given)
 
 
@@ -169,22 +170,6 @@ def test_16_bits_are_as_near_as_eager(comm, dtype):
     got = logits_of(model, prompt(), huggingface.ShardedKV(model.config, comm, capacity=64))
     errors = [(logits.float() - wanted).abs().max().item() for logits in (eager, got)]
     assert errors[1] <= 1.5 * errors[0]
-
-
-def test_a_cache_goes_on_where_a_text_ended(comm):
-    """A second turn, then from nothing with another batch."""
-    model, first = made("Mistral"), prompt()
-    greedy = {"do_sample": False, "max_new_tokens": 5}
-    model.set_attn_implementation("treeattn")
-    cache = huggingface.ShardedKV(model.config, comm, capacity=64)
-    text = model.generate(first, past_key_values=cache, **greedy)
-    more = torch.cat([text, prompt(1, 4, seed=9)], 1)
-    got = model.generate(more, past_key_values=cache, **greedy)
-    cache.reset()
-    again = model.generate(prompt(3), past_key_values=cache, **greedy)
-    model.set_attn_implementation("eager")
-    assert got.tolist() == model.generate(more, **greedy).tolist()
-    assert again.tolist() == model.generate(prompt(3), **greedy).tolist()
 
 
 @pytest.mark.deep

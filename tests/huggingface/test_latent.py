@@ -125,13 +125,3 @@ def test_16_bits_are_as_near_as_eager(comm):
     model.set_attn_implementation("treeattn")
     got = logits_of(model, ids, huggingface.ShardedKV(model.config, comm, capacity=40))
     assert (got.float() - wanted).abs().mean().item() <= 1.5 * errors[0]
-
-
-@torch.no_grad()
-def test_a_compiled_model_does_not_go_on_with_them(comm, monkeypatch):
-    model = made("DeepSeek-V3", "treeattn")
-    cache = huggingface.ShardedKV(model.config, comm, capacity=40)
-    model(prompt(), past_key_values=cache)
-    monkeypatch.setattr("treeattn.huggingface.latent.of", lambda *_: None)
-    with pytest.raises(StateError, match="latents, which a compiled model cannot go on with"):
-        model(prompt(1, 1), past_key_values=cache)

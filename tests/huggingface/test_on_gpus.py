@@ -93,7 +93,7 @@ def test_how_records_travel(comm, runtime, nccl_communicators, monkeypatch, capf
 
     if transport == "nccl" and comm.rank == 0:
         monkeypatch.setattr(runtime, "expose", closed)
-    gpu_reducers._say.cache_clear()
+    gpu_reducers.say.cache_clear()
     model, ids = wide("Llama", num_hidden_layers=2), prompt(1, 12)
     given = {"max_new_tokens": 4, "do_sample": False}
     wanted = model.generate(ids, **given).tolist()

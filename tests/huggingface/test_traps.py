@@ -175,18 +175,6 @@ def test_there_is_no_gradient(model):
         loss.backward()
 
 
-def test_without_a_sharded_cache(model):
-    """No cache, and transformers' own one, with padding."""
-    ids, mask = prompt(3), padded(prompt(3))
-    eager = made("Llama")
-    with torch.no_grad():
-        wanted = eager(ids, attention_mask=mask, use_cache=False).logits
-        got = model(ids, attention_mask=mask, use_cache=False).logits
-    assert_close(got, wanted, mask.bool())
-    greedy = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 4}
-    assert model.generate(ids, **greedy).tolist() == eager.generate(ids, **greedy).tolist()
-
-
 @torch.no_grad()
 def test_lengths_are_slots_of_the_whole_sequence(comm, model, cache):
     """On every rank, pads included, whatever the rank holds; a crop is told how many to take away."""

@@ -303,7 +303,7 @@ def unnamed(comm, runtime, monkeypatch, capfd):
     with decoder_of(comm, scheme="hierarchical", transport="host") as staged:
         wanted = copies(staged(*arrays))
     monkeypatch.setitem(gpu_reducers.PLANNERS, "host", never_by_the_host)
-    gpu_reducers._say.cache_clear()
+    gpu_reducers.say.cache_clear()
 
     def made():
         for _ in range(2):

@@ -196,7 +196,7 @@ def first(names: tuple[str, ...], comm: Communicator, runtime: Any) -> str:
             near = "peer memory" if len(nodes) == 1 else "peer memory within nodes and NCCL between them"
             by = near if name == "peer" else "NCCL"
             if comm.rank == 0:
-                _say("; ".join([f"records travel from GPU to GPU by {by} (transport={name!r})", *lacking]))
+                say("; ".join([f"records travel from GPU to GPU by {by} (transport={name!r})", *lacking]))
             return name
         lacking.append(f"no transport={name!r}: {problem}")
     raise TransportError(
@@ -205,7 +205,8 @@ def first(names: tuple[str, ...], comm: Communicator, runtime: Any) -> str:
 
 
 @functools.cache
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """To standard error, once."""
     print(f"treeattn: {line}", file=sys.stderr, flush=True)
 
 

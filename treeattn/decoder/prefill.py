@@ -33,6 +33,11 @@ from treeattn.shards import parts
 
 CAUSAL = Rules(causal=True)
 
+#: Another kernel's attention of a block: called with q, k and v as the device has them; whether each query
+#: sees one key more than the one before it, and the last one all, or each sees all; and the records to write,
+#: [batch, heads, queries, v's width + 2], of which the first see nothing where there are more than queries.
+BlockKernel = Callable[[Array, Array, Array, bool, Array], object]
+
 #: The positions of some keys, and keys and values [batch, keys, kv_heads, width].
 Block = tuple[Runs, Array, Array]
 
@@ -209,6 +214,10 @@ class Prefill:
     (1, 3, 4, 8)
     """
 
+    #: For blocks without another mask than causality: whoever sets it plans with no other rules, passes no
+    #: begins, and asks for no reproducible bits.
+    block_kernel: BlockKernel | None = None
+
     def __init__(
         self,
         comm: Given = None,
@@ -281,7 +290,7 @@ class Prefill:
         self._check(tokens, q, k, v)
         for number, (runs, keys, values) in enumerate(self._ring.blocks(self._comm, k, v)):
             for rows, queries in self._parts if len(runs) else ():
-                queries.attend(q[:, rows], keys, values, runs, begins, merge=number > 0)
+                queries.attend(q[:, rows], keys, values, runs, begins, number > 0, self.block_kernel)
         for rows, queries in self._parts:
             queries.finish()
             if len(self._parts) > 1:
@@ -342,13 +351,27 @@ class _Queries:
             self._merge = operator.planned_merge(*flat)
 
     def attend(
-        self, q: Array, k: Array, v: Array, positions: Runs, begins: Array | None, merge: bool
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        positions: Runs,
+        begins: Array | None,
+        merge: bool,
+        kernel: BlockKernel | None,
     ) -> None:
         """Write records of q over k, v at `positions`, merged with those of the blocks before."""
+        plain = kernel and _plain(positions.all_below(self._positions[0] + 1))
+        if merge and plain and not plain[1]:
+            return
         if merge:
             self._copy(self._before, self._records)
-        self._tables.update(positions, len(positions), None, self._positions, begins=begins)
-        self._attention(q, k, v, None)
+        if kernel and plain:
+            unseeing, keys, causal = plain
+            kernel(q[:, unseeing:], k[:, :keys], v[:, :keys], causal, self._records)
+        else:
+            self._tables.update(positions, len(positions), None, self._positions, begins=begins)
+            self._attention(q, k, v, None)
         if self._merge is not None and merge:
             self._merge()
 
@@ -356,3 +379,14 @@ class _Queries:
         if self._add_sinks is not None:
             self._add_sinks()
         self._finish()
+
+
+def _plain(seen: Array) -> tuple[int, int, bool] | None:
+    """(unseeing, keys, causal) where the first `unseeing` queries see nothing and the others all of so many
+    keys, or, if `causal`, one more each up to all of them; else None. seen: how many keys each query sees."""
+    unseeing = int(np.count_nonzero(seen == 0))
+    seen = seen[unseeing:]
+    keys = int(seen[-1]) if len(seen) else 0
+    if not keys or seen[0] == keys:
+        return unseeing, keys, False
+    return (unseeing, keys, True) if (np.diff(seen) == 1).all() else None

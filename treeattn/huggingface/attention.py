@@ -9,7 +9,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from treeattn.errors import ArgumentError, StateError
-from treeattn.huggingface import latent, plans
+from treeattn.huggingface import flash, latent, plans
 from treeattn.huggingface.latent import Latents
 from treeattn.huggingface.layers import (
     NOT_ATTENDED,
@@ -175,8 +175,12 @@ def _attend(
             own.append(*added)
         if turned:
             k, v = added[0], added[0][..., : turned.rank]
-        stands = range(k.shape[1] - q.shape[1], k.shape[1])
-        out, lse = plans.alone().attend(q, k, v, stands, scoring, begins=first)
+        rank = own.cache.comm.rank if own else None
+        if q.shape[1] > 1 and flash.serves(q, k, v, scoring, first, rank):
+            out, lse = flash.attend(q, k, v, True, scoring.scale)
+        else:
+            stands = range(k.shape[1] - q.shape[1], k.shape[1])
+            out, lse = plans.alone().attend(q, k, v, stands, scoring, begins=first)
     else:
         assert own is not None
         if by_heads:

@@ -141,7 +141,6 @@ class ShardedKV(Cache):
         self.waiting: FullAttentionLayer | None = None  # whose new tokens nothing attended to yet
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
         self._shards: dict[Any, Iterator[CacheLayer] | Iterator[RemoteLayer]] = {}
-        self.follows = False  # whether the next token comes of `agreed` scores
         follow_rank_0(self.comm, torch.device("cpu"))
         _warn_of_too_many_threads(self.comm)
 
@@ -180,14 +179,11 @@ class ShardedKV(Cache):
         self, layer: FullAttentionLayer, key: torch.Tensor, begins: Any, at: int, new: Any
     ) -> None:
         """Once for a step, of its first layer: raise `ArgumentError` unless rows begin where those of the
-        cache do and, where keys are `new`, all ranks were given the same, or agreed on the scores of the one
-        token. Collective."""
+        cache do and, where keys are `new`, all ranks were given the same. Collective."""
         if layer is not self.first_full:
             return
         if new and self.comm.size > 1:
-            if not self.follows or key.shape[2] > 1:
-                check_same_tokens(self.comm, key, begins)
-            self.follows = False
+            check_same_tokens(self.comm, key, begins)
         self.origin.check_padding(begins, at, len(key))
 
     def use(self) -> None:
@@ -235,7 +231,6 @@ class ShardedKV(Cache):
     def agreed(self, scores: torch.Tensor) -> torch.Tensor:
         """The scores of rank 0 on every rank, and from now on its random numbers, so that all go on alike:
         `generate()` asks by itself, a loop of one's own before it chooses a token. Collective."""
-        self.follows = True
         mine = scores.detach().float().cpu().numpy() if self.comm.rank == 0 else None
         return torch.from_numpy(follow_rank_0(self.comm, scores.device, mine)).to(scores)
 
@@ -274,7 +269,7 @@ class ShardedKV(Cache):
         """Forget all tokens."""
         self.owner.check()
         updated().layer = self.waiting = None
-        self.follows, self.origin = False, Origin()
+        self.origin = Origin()
         full = [layer for layer in self.layers if isinstance(layer, FullAttentionLayer)]
         if any(layer.held != full[0].held for layer in full):  # some have their shards of a kind, some not
             self._shards.clear()

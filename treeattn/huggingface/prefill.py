@@ -8,6 +8,7 @@ import torch
 
 from treeattn.decoder import Prefill
 from treeattn.errors import ArgumentError
+from treeattn.huggingface import flash
 from treeattn.huggingface.mask import begins_of
 from treeattn.huggingface.plans import Scoring
 from treeattn.huggingface.tensors import as_rows, as_tensor, dtype_name, finished
@@ -157,7 +158,9 @@ class Dealt:
             how: Any = {"heads": q.shape[2], "kv_heads": k.shape[2], "batch": len(q), "tokens": q.shape[1]}
             how |= {"head_dim": q.shape[3], "v_dim": v.shape[3], "dtype": dtype_name(q), "device": q.device}
             how |= {"scale": scoring.scale, "rules": scoring.rules(), "positions": "interleaved"}
-            self._planned[kind] = Prefill(self._comm, **how)
+            self._planned[kind] = made = Prefill(self._comm, **how)
+            if flash.serves(q, k, v, scoring, self._begins, self._comm.rank):
+                made.block_kernel = flash.block_kernel(q.dtype, scoring.scale)
         out, lse = map(as_tensor, self._planned[kind](q, k, v, begins=self._begins))
         return finished(out, lse, sinks, query.dtype)
 
