@@ -56,7 +56,6 @@ class CacheFile:
     tensors: dict[str, Array]
     metadata: dict[str, str]
     unsupported: dict[str, str]  # name -> dtype, of tensors that NumPy has no type for
-    starts: dict[str, int]  # name -> the first byte of a tensor in the file
 
     def __getitem__(self, name: str) -> Array:
         try:
@@ -68,25 +67,6 @@ class CacheFile:
                 ) from None
             held = ", ".join(sorted(self.tensors)) or "none"
             raise ArgumentError(f"{self.path}: no tensor {name!r} in the file; it holds {held}") from None
-
-    def read(self, name: str, rows: range, columns: range) -> Array:
-        """A part of a matrix [rows, columns] in memory of its own: no other byte of the file is asked for."""
-        tensor = self[name]
-        width, size = tensor.shape[1], tensor.dtype.itemsize
-        part = np.empty((len(rows), len(columns)), tensor.dtype)
-        whole = len(columns) == width
-        with self.path.open("rb", buffering=0) as file:
-            for into, row in [(part, rows.start)] if whole else zip(part, rows, strict=True):
-                at = self.starts[name] + size * (row * width + columns.start)
-                self._fill(file.fileno(), at, into.reshape(-1).view(np.uint8).data)
-        return part
-
-    def _fill(self, file: int, at: int, into: memoryview) -> None:
-        while into:
-            count = os.preadv(file, [into], at)
-            if not count:
-                raise ArgumentError(f"{self.path}: became shorter while it was read")
-            at, into = at + count, into[count:]
 
     def scale(self) -> float | None:
         """The softmax scale that the file's metadata states, if any. Raises `ArgumentError`."""
@@ -115,19 +95,18 @@ def open_cache(path: str | Path) -> CacheFile:
     except (OSError, SafetensorError, ValueError, struct.error) as error:
         raise ArgumentError(f"{path}: not a readable safetensors file ({_reason(error)})") from None
     metadata = header.pop("__metadata__", None) or {}
-    tensors, unsupported, starts = {}, {}, {}
+    tensors, unsupported = {}, {}
     for name, entry in header.items():
         if entry["dtype"] not in _DTYPES:
             unsupported[name] = entry["dtype"]
             continue
         start, stop = entry["data_offsets"]
-        starts[name] = 8 + length + start
         raw = np.empty(0, np.uint8) if data is None else data[start:stop]
         try:
             tensors[name] = raw.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
         except ValueError as error:  # NumPy's limits
             raise ArgumentError(f"{path}: tensor {name!r:.80} cannot be read ({error})") from None
-    return CacheFile(path, tensors, metadata, unsupported, starts)
+    return CacheFile(path, tensors, metadata, unsupported)
 
 
 def open_arrays(path: Path) -> dict[str, Any]:

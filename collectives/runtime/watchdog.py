@@ -21,7 +21,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 
 from treeattn.errors import ANOTHER_PROCESS, ArgumentError, StateError
 
@@ -60,7 +60,7 @@ def limit() -> float:
 
 def timeout_message(what: str, peers: str, seconds: float) -> str:
     """What to say when a wait has reached the limit. what: scheme and round; peers: who is waited for."""
-    unseen = sum(job.size - len(job.roster()) for job in _jobs)
+    unseen = sum(size - len(roster()) for _, size, roster, _ in _jobs)
     elsewhere = f"; {unseen} ranks cannot be looked up from here" if unseen else ""
     return (
         f"{what}: {seconds:g} s without {peers}{_absent() or _PERHAPS + elsewhere}; if steps take so long, "
@@ -185,7 +185,7 @@ def introduce(
 ) -> None:
     """Tell this rank's place in the job, the processes that can be looked up from here, by rank, and what
     ends the job with an exit code, as far as that can be, before MPI starts."""
-    _jobs[:] = [_Job(rank, size, roster, abort)]
+    _jobs[:] = [(rank, size, roster, abort)]
 
 
 def at_the_end(call: Callable[[], object]) -> None:
@@ -213,8 +213,8 @@ def end_job(code: int) -> NoReturn:
     time.sleep(0.2)  # launchers drop what is under way when a job ends
     library: Any = sys.modules.get("mpi4py.MPI")  # not imported here: the main thread may be about to
     if not getattr(library, "Is_initialized", bool)():
-        for job in _jobs:
-            job.abort(code)
+        for *_, abort in _jobs:
+            abort(code)
     elif not library.Is_finalized() and not _mpi_ends:
         last = threading.Timer(1.0, os._exit, (code,))  # where it lets no other thread end the job
         last.daemon = True
@@ -245,16 +245,8 @@ def _disown() -> None:
 os.register_at_fork(after_in_child=_disown)
 
 
-class _Job(NamedTuple):
-    """As `introduce` takes it."""
-
-    rank: int
-    size: int
-    roster: Callable[[], Mapping[int, Process]]
-    abort: Callable[[int], object]
-
-
-_jobs: list[_Job] = []
+#: What `introduce` was told, if it was.
+_jobs: list[tuple[int, int, Callable[[], Mapping[int, Process]], Callable[[int], object]]] = []
 
 
 def _watch(seconds: float) -> None:
@@ -293,7 +285,8 @@ def _stalled(
 
 def _absent() -> str:
     """Which ranks are seen not to run, to follow the peers of a message; empty for none."""
-    peers = [(rank, peer.number, peer.state) for job in _jobs for rank, peer in sorted(job.roster().items())]
+    rosters = (roster() for _, _, roster, _ in _jobs)
+    peers = [(rank, one.number, one.state) for known in rosters for rank, one in sorted(known.items())]
     late = [f"rank {rank} {_HAS[state]} (process {number})" for rank, number, state in peers if state in _HAS]
     return f": {', '.join(late)}" if late else ""
 
@@ -304,7 +297,7 @@ _HAS = {"stopped": "is stopped", "ended": "has ended"}
 def speak(message: str, code: int = TIMED_OUT) -> NoReturn:
     """Say it and end all ranks. The lowest that waits is to speak for those that reach the limit at the same
     time."""
-    rank = _jobs[0].rank if _jobs else 0
+    rank = _jobs[0][0] if _jobs else 0
     time.sleep(min(0.3 * rank, 3.0))
     print(f"treeattn: rank {rank}: {message}", file=sys.stderr, flush=True)
     if code == TIMED_OUT:
@@ -312,21 +305,16 @@ def speak(message: str, code: int = TIMED_OUT) -> NoReturn:
     end_job(code)
 
 
-class WatchedCalls:
-    """The blocking calls of one communicator as the watchdog sees them."""
+class WatchedCalls(Guarded):
+    """The blocking calls of one communicator."""
 
     def __init__(self) -> None:
-        self.blocking = self._number = 0
-        self._call = ""
-        register(self)
+        super().__init__("")
 
     def run(self, name: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
-        self._call = name
-        self._number = self.blocking = self._number + 1
-        try:
+        self._what = name, "the other ranks"
+        with self:
             return call(*arguments, **options)
-        finally:
-            self.blocking = 0
 
     def disown(self) -> None:
         """Refuse every call from now on, as of a communicator of the process that forked this one."""
@@ -338,4 +326,4 @@ class WatchedCalls:
 
     def waits_for(self) -> tuple[str, str]:
         """The activity of the caller, or the call; peers."""
-        return current_activity() or (self._call, "the other ranks")
+        return current_activity() or self._what

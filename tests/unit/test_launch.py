@@ -15,7 +15,7 @@ from treeattn.mpi import launch, library
 
 STARTERS = (
     *("PMI", "OMPI_", "SLURM", "MPI_", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC", "FLUX"),
-    *("PALS", "JSM", "APPTAINER", "SINGULARITY", "CH_RUNNING"),
+    *("PALS", "JSM"),
 )
 
 
@@ -24,7 +24,6 @@ def environment(monkeypatch):
     """Sets variables, with none of a launcher of the tests."""
     for name in [name for name in os.environ if name.startswith(STARTERS)]:
         monkeypatch.delenv(name)
-    monkeypatch.setattr(os.path, "exists", lambda path: False)
 
     def set_all(**variables: str) -> None:
         for name, value in variables.items():
@@ -116,8 +115,6 @@ THREE = {"started": [7, 8, 9]}
         ({**SRUN, "PMI_RANK": "0", "PMI_SIZE": "8"}, [], {}, 1, ("8 processes but", "--mpi=pmix for Open")),
         ({"PMI_RANK": "0", "PMI_SIZE": "4"}, [], {}, 1, ("4 processes but MPI sees one", ANOTHER)),
         ({**SRUN, **MPIEXEC, "MPI_LOCALNRANKS": "2"}, [], {}, 1, ("3 processes but MPI sees one", ANOTHER)),
-        ({**MPIEXEC, "APPTAINER_CONTAINER": "/x.sif"}, [], {}, 1,
-         ("3 processes in a container (Apptainer) but", "the same MPI within the container")),
         (SRUN, [{}], {}, 2, ("the launcher started 8 processes but MPI sees 2", "srun --mpi=pmi2")),
         (SRUN, [{}], {}, 8, None),
         (SRUN, [{}], {}, 9, None),  # components of one job, each of which has a number of its own
@@ -174,14 +171,6 @@ def test_the_processes_above_and_below_are_those_of_the_system():
         assert started.pid in launch._started_by(os.getpid())
         assert launch._parent(started.pid) == os.getpid()
         started.kill()
-
-
-def test_who_would_be_a_container(environment, monkeypatch):
-    environment(APPTAINER_CONTAINER="/x.sif")
-    assert launch.container() == "Apptainer"
-    environment(CH_RUNNING="yes")
-    monkeypatch.delenv("APPTAINER_CONTAINER")
-    assert launch.container() == "Charliecloud"
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,7 @@ def _started() -> Finding:
     if beside := launch.outside_job():
         what, _, remedy = beside.rpartition(": ")
         return Finding("this job", "slow", what, f"what is measured here is not the cluster: {remedy}")
-    where = f" in a container ({launch.container()})" if launch.container() else ""
-    return Finding("this job", "ok", f"one process{where}, started by no launcher")
+    return Finding("this job", "ok", "one process, started by no launcher")
 
 
 def _places() -> Finding:

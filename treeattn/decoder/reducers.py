@@ -206,22 +206,39 @@ def run_rounds(executor: str | None, schedule: Schedule, reduction: ReductionSpe
 
     Raises `TransportError`, the same on every rank, where what was asked for cannot be had on some rank.
     """
-    library = communicators.intracomm(reduction.comm).library
+    comm = reduction.comm
+    library = communicators.intracomm(comm).library
     if executor in _OTHERS[library]:
         raise TransportError(
             f"executor={executor!r} sends messages of another library than {library}, whose ranks these are: "
             f"take executor={library!r} or None"
         )
-    if executor == library:
+    oversubscribed = communicators.oversubscribed(comm)
+
+    def by_messages() -> Reducer:
+        if library == "mpi" and executor != "mpi":
+            return compiled.plan(reduction, schedule, oversubscribed=oversubscribed)
         return interpreter.InterpretedReducer(reduction, schedule)
+
+    if executor == library:
+        return by_messages()
     not_callable = _not_callable(library)
-    lacking = _first(reduction.comm, compiled.problem(reduction) or not_callable)
-    if lacking is None:
-        return _compiled(executor, library, schedule, reduction)
-    _cannot(executor, lacking, repr(library))
-    if not_callable is not None:  # else it is the records: their planner knows
-        _warn(reduction.comm, f"Python runs every round, since {lacking}")
-    return _instead(interpreter.InterpretedReducer(reduction, schedule), lacking)
+    lacking = _first(comm, compiled.problem(reduction) or not_callable)
+    if lacking is not None:
+        _cannot(executor, lacking, repr(library))
+        if not_callable is not None:  # else it is the records: their planner knows
+            _warn(comm, f"Python runs every round, since {lacking}")
+        return _instead(interpreter.InterpretedReducer(reduction, schedule), lacking)
+    nodes = communicators.node_groups(comm)
+    if executor == "program" or (executor is None and len(nodes) == comm.size):
+        return by_messages()
+    try:
+        return compiled.plan(reduction, schedule, nodes=nodes, oversubscribed=oversubscribed)
+    except SharingError as error:
+        lacking = str(error)
+        _cannot(executor, lacking, "'program'" if library == "mpi" else "'torch'")
+        _warn(comm, f"ranks of a node send each other messages: no shared memory on {lacking}")
+    return _instead(by_messages(), lacking)
 
 
 def _not_callable(library: str) -> str | None:
@@ -231,27 +248,6 @@ def _not_callable(library: str) -> str | None:
     from treeattn.collectives.runtime import mpi_communicator
 
     return mpi_communicator.problem()
-
-
-def _compiled(executor: str | None, library: str, schedule: Schedule, reduction: ReductionSpec) -> Reducer:
-    nodes = communicators.node_groups(reduction.comm)
-    oversubscribed = communicators.oversubscribed(reduction.comm)
-
-    def by_messages() -> Reducer:
-        if library == "mpi":
-            return compiled.plan(reduction, schedule, oversubscribed=oversubscribed)
-        return interpreter.InterpretedReducer(reduction, schedule)
-
-    alone = all(len(node) == 1 for node in nodes)
-    if executor == "program" or (executor is None and alone):
-        return by_messages()
-    try:
-        return compiled.plan(reduction, schedule, nodes=nodes, oversubscribed=oversubscribed)
-    except SharingError as error:
-        lacking = str(error)
-        _cannot(executor, lacking, "'program'" if library == "mpi" else "'torch'")
-        _warn(reduction.comm, f"ranks of a node send each other messages: no shared memory on {lacking}")
-    return _instead(by_messages(), lacking)
 
 
 def _cannot(executor: str | None, lacking: str, other: str) -> None:

@@ -70,18 +70,13 @@ class Weights:
         self.dtype = str(self._files[EMBEDDING][EMBEDDING].dtype)
 
     def read(self, name: str, rows: slice | None = None, columns: slice | None = None) -> Array:
-        """A matrix as the file holds it, its pages where it is mapped; else it, or a part of it, is read into
-        memory of its own, and nothing else is. A vector as float32."""
-        file = self._files[name]
-        tensor = file[name]
+        """A matrix as the file holds it, its pages where it is mapped, else it or a part of it in memory of
+        its own. A vector as float32."""
+        tensor = self._files[name][name]
         if tensor.ndim == 1:
             return np.asarray(tensor[rows or slice(None)], np.float32)
-        if self.mapped and rows is columns is None:
-            whole: Array = tensor
-            return whole
-        height, width = map(range, tensor.shape)
-        part: Array = file.read(name, height[rows or slice(None)], width[columns or slice(None)])
-        return part
+        part: Array = tensor[rows or slice(None), columns or slice(None)]
+        return part if self.mapped and rows is columns is None else np.array(part)
 
     def check_tied(self, rows: slice | None) -> None:
         """Raise `ArgumentError` where the file has another head, which Hugging Face then takes."""

@@ -37,12 +37,6 @@ _STARTERS = ("hydra_pmi_proxy", "prterun", "prted", "mpirun", "orted", "slurmste
 _COMMANDS = ("mpiexec", "mpiexec.hydra", "mpirun", "prterun")
 _HOW_MANY = ("-n", "-np")
 
-# By their variables, and by files where those were not passed on.
-_CONTAINERS = {
-    "Apptainer": ("APPTAINER_CONTAINER", "SINGULARITY_CONTAINER", "/.singularity.d"),
-    "Charliecloud": ("CH_RUNNING",),
-}
-
 # How many ranks of the job run on this machine, as the launchers of MPICH, Open MPI and torch say it.
 _LOCAL_SIZES = (
     "MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "PMI_LOCAL_SIZE",
@@ -116,7 +110,12 @@ def _runs_python(process: int) -> bool:
 
 def by_launcher() -> bool:
     """Whether a launcher started this process: what looks like a terminal here may be its pipe to a file."""
-    return "PMIX_RANK" in os.environ or any(_size(os.environ, name) for name in _LAUNCHERS)
+    return "PMIX_RANK" in os.environ or _by_variables()
+
+
+def _by_variables() -> bool:
+    """Whether a launcher says how many it has started, be it this one process alone."""
+    return any(_size(os.environ, name) for name in _LAUNCHERS)
 
 
 def local_size() -> int:
@@ -134,35 +133,28 @@ def problem(ranks: int = 1) -> tuple[str, str] | None:
     """For a process that finds itself one of so many by MPI, and in no process group: what is wrong where it
     was started as one of more, and the remedy; None if it was not."""
     launcher, _, announced = launched()
-    inside = f" in a container ({container()})" if container() else ""
     if announced > ranks:
         if launcher == TORCHRUN:
-            what = f"torchrun started {announced} processes{inside}, and this one is in no process group"
+            what = f"torchrun started {announced} processes, and this one is in no process group"
             return what, "call torch.distributed.init_process_group first, or pass comm="
         sees = "one" if ranks == 1 else ranks
-        what = f"the launcher started {announced} processes{inside} but MPI sees {sees}"
+        what = f"the launcher started {announced} processes but MPI sees {sees}"
         return what, _other_launcher()
-    if ranks > 1 or _only_rank():
+    if ranks > 1 or _by_variables():
         return None  # whatever else that launcher has started, such as its agents on other nodes
     above = _announced_above()
     if above > 1:
-        what = f"one of {above} processes{inside}, each of which would be rank 0"
+        what = f"one of {above} processes, each of which would be rank 0"
         return what, "the launcher's environment does not arrive here: pass it on (no --cleanenv, no env -i)"
     return None
-
-
-def _only_rank() -> bool:
-    """Whether a launcher says that this process is the only one."""
-    return any(_size(os.environ, name) for name in _LAUNCHERS)
 
 
 def _other_launcher() -> str:
     if "SLURM_STEP_NUM_TASKS" in os.environ and not any(name in os.environ for name in _LOCAL_SIZES):
         return f"srun's plug-in is not the one of the MPI that mpi4py loaded; {_PLUG_INS}"
-    within = ", the one of the same MPI within the container" if container() else ""
     return (
-        "the launcher belongs to another MPI than the one mpi4py loaded; use the mpiexec of that one"
-        f"{within} (treeattn doctor names it)"
+        "the launcher belongs to another MPI than the one mpi4py loaded; use the mpiexec of that one, "
+        "within a container too (treeattn doctor names it)"
     )
 
 
@@ -247,14 +239,6 @@ def _said(process: int, what: str) -> str:
         return ""
 
 
-def container() -> str | None:
-    """The container that holds this one process, where launchers start one for each rank; None for none."""
-    for name, signs in _CONTAINERS.items():
-        if any(os.path.exists(sign) if sign.startswith("/") else sign in os.environ for sign in signs):
-            return name
-    return None
-
-
 def outside_job() -> str | None:
     """Says that this runs beside the jobs of a Slurm cluster, or beside the other tasks of its job; or None.
 
@@ -262,7 +246,7 @@ def outside_job() -> str | None:
     """
     tasks = os.environ.get("SLURM_NTASKS", "1")
     if "SLURM_JOB_ID" in os.environ:
-        alone = tasks.isdecimal() and int(tasks) > 1 and launched_as() == (0, 1) and not _only_rank()
+        alone = tasks.isdecimal() and int(tasks) > 1 and launched_as() == (0, 1) and not _by_variables()
         return f"one process in a job of {tasks} tasks: start it with srun" if alone else None
     configured = "SLURM_CONF" in os.environ or any(Path(path).exists() for path in _SLURM_FILES)
     if configured and shutil.which("srun"):

@@ -63,6 +63,9 @@ class Cpu(Device):
     memory = HOST
     stream = None
     namespace: Any = np
+    finish = staticmethod(planned_finish)
+    pack = staticmethod(planned_pack)
+    scale = staticmethod(planned_scale)
     #: Of `PlannedAttention`, where shards may not be of any length or cut.
     bounds: Mapping[str, Any] = MappingProxyType({})
 
@@ -132,18 +135,19 @@ class Cpu(Device):
         """A copy of the same type in `LargePages`."""
         return self._weights.put(array)
 
-    def product(self, matrices: Sequence[Any]) -> Callable[[Array], Array]:
-        """The compiled kernel for a few vectors, or NumPy."""
-        return PlannedProduct(matrices)
-
     def attention(
         self, shape: Shape, records: Array, scale: float, tables: MaskTables | None = None
     ) -> Attention:
         stored = {"kv_dtype": shape.kv_dtype, "k_scale": shape.k_scale, "v_scale": shape.v_scale}
         return PlannedAttention(records, scale=scale, tables=tables, **stored, **self.bounds)
 
-    def finish(self, records: Array, out: Array, lse: Array) -> Callable[[], object]:
-        return planned_finish(records, out, lse)
+    def product(self, matrices: Sequence[Any]) -> Callable[[Array], Array]:
+        """The compiled kernel for a few vectors, or NumPy."""
+        return PlannedProduct(matrices)
+
+    def merge_operator(self, v_dim: int, dtype: DTypeLike) -> MergeOperator:
+        """The compiled merge, or NumPy's: the same bits."""
+        return MergeOperator(v_dim, dtype)
 
     def whole_step(
         self, attention: Any, reducer: Reducer, records: Array, out: Array, lse: Array
@@ -153,16 +157,6 @@ class Cpu(Device):
         if native is None or not attention.compiled:
             return None
         return PlannedStep(attention, native, records, out, lse)
-
-    def pack(self, records: Array, factor: float) -> Callable[[Array, Array], object]:
-        return planned_pack(records, factor)
-
-    def scale(self, lse: Array, factor: float) -> Callable[[], object]:
-        return planned_scale(lse, factor)
-
-    def merge_operator(self, v_dim: int, dtype: DTypeLike) -> MergeOperator:
-        """The compiled merge, or NumPy's: the same bits."""
-        return MergeOperator(v_dim, dtype)
 
 
 class _StepStruct(ctypes.Structure):
