@@ -55,14 +55,14 @@ import numpy as np
 from mpi4py import MPI
 from treeattn.llama import Llama, Session
 from treeattn.llama.drafts import NgramDrafts
-from treeattn.llama.generate import Drafting, generate
+from treeattn.llama.generate import generate
 directory, scheme, layout, drafts = sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])
 comm, model = MPI.COMM_WORLD, Llama(sys.argv[1], reproducible=True, mapped=True)
 prompt = np.random.default_rng(0).integers(0, model.config.vocab_size, 100)
 with Session(comm, model, prompt, capacity=163, scheme=scheme, layout=layout, drafts=drafts) as session:
-    made = generate(session, 64, drafting=Drafting(drafts, NgramDrafts()) if drafts else None)
+    made = generate(session, 64, drafter=NgramDrafts())
 if comm.rank == 0:
-    print(made.digest)
+    print(made.digests)
 """
 
 

@@ -23,7 +23,7 @@ from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
 from treeattn.llama.config import Config
 from treeattn.llama.drafts import NgramDrafts
-from treeattn.llama.generate import Continuation, Drafting, generate
+from treeattn.llama.generate import Continuation, generate
 from treeattn.llama.model import WEIGHTS, Llama
 from treeattn.llama.session import Session
 from treeattn.llama.thread_limits import ThreadLimits
@@ -104,10 +104,10 @@ def command(
         "drafts": _NODES if draft else 0,
     }
     with Session(world, model, tokens, **planned) as session:
-        drafting = Drafting(_NODES, None if world.rank else NgramDrafts()) if draft else None
+        drafter = NgramDrafts() if draft and world.rank == 0 else None
         stream = TextStream(tokenizer, world.rank == 0)
         made = generate(
-            session, max_new_tokens, model.config.eos, drafting, lambda made: stream(made.tokens),
+            session, max_new_tokens, model.config.eos, drafter, lambda made: stream(made.tokens),
             Progress(world.rank == 0),
         )  # fmt: skip
         stream.end()

@@ -14,14 +14,6 @@ from treeattn.mpi.communicators import broadcast_from_root
 from treeattn.partial import Array
 
 
-@dataclass(frozen=True, slots=True)
-class Drafting:
-    """Trees of so many nodes, the root among them; drafter: of rank 0, which alone asks one."""
-
-    nodes: int
-    drafter: Drafter | None
-
-
 @dataclass(slots=True)
 class Continuation:
     """The tokens that were generated and what they took.
@@ -38,26 +30,18 @@ class Continuation:
     accepted: list[int] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
 
-    def chosen_by(self, logits: Array) -> None:
-        """Note the digests of logits [tokens, vocab_size]."""
-        self.digests += [hashlib.sha256(row.tobytes()).hexdigest() for row in logits]
-
-    @property
-    def digest(self) -> str:
-        """SHA-256 of all of them, one after the other."""
-        return hashlib.sha256("".join(self.digests).encode()).hexdigest()
-
 
 def generate(
     session: Session,
     count: int,
     stop: tuple[int, ...] = (),
-    drafting: Drafting | None = None,
+    drafter: Drafter | None = None,
     on_step: Callable[[Continuation], object] = lambda continuation: None,
     progress: Callable[[str], object] = lambda line: None,
 ) -> Continuation:
     """Generate `count` tokens after the prompt of a new session, at most up to one of `stop`. Collective.
 
+    drafter: of rank 0, which alone asks one, for the trees that the session was planned with.
     on_step: called after every step; progress: with a line, while the prompt runs. Drafts change the number
     of steps, and of a greedy text no token that is not as likely as another to within rounding. With a
     `reproducible` model they change no bit of any logit.
@@ -74,42 +58,41 @@ def generate(
 
     logits = session.prefill(on_layer)
     made = Continuation([session.choose(logits)], clock() - began)
-    digested = session.model.reproducible
-    if digested:
-        made.chosen_by(logits[None])
+    made.digests += _digests(session, logits[None])
     on_step(made)
     text += made.tokens
     while len(made.tokens) < count and made.tokens[-1] not in stop:
         began, before = clock(), session.attention_s
-        new, logits = _step(session, text, count - len(made.tokens), drafting)
+        new, logits = _step(session, text, count - len(made.tokens), drafter)
         made.step_s.append(clock() - began)
         made.attention_s.append(session.attention_s - before)
         made.accepted.append(len(new) - 1)
         end = next((n for n, token in enumerate(new, 1) if token in stop), len(new))
         made.tokens += new[:end]
-        if digested:
-            made.chosen_by(logits[:end])
+        made.digests += _digests(session, logits[:end])
         text += new
         on_step(made)
     return made
 
 
-def _step(
-    session: Session, tokens: list[int], left: int, drafting: Drafting | None
-) -> tuple[list[int], Array]:
+def _digests(session: Session, logits: Array) -> list[str]:
+    return [hashlib.sha256(row.tobytes()).hexdigest() for row in logits if session.model.reproducible]
+
+
+def _step(session: Session, tokens: list[int], left: int, drafter: Drafter | None) -> tuple[list[int], Array]:
     """The next tokens, at least one and at most `left`, and the logits by which each was chosen."""
     paths: list[list[int]] = []
-    if drafting is not None and left > 1:
-        drafter, budget = drafting.drafter, drafting.nodes - 1
+    nodes = 0 if session.tree_decoder is None else session.tree_decoder.shape.queries
+    if nodes and left > 1:
 
         def propose() -> list[list[int]]:
-            return drafter(tokens, budget, left - 1) if drafter is not None else []
+            return drafter(tokens, nodes - 1, left - 1) if drafter is not None else []
 
         paths = broadcast_from_root(session.comm, propose, "the drafts of rank 0")
-    if drafting is None or not paths:
+    if not paths:
         logits = session.step(tokens[-1])
         return [session.choose(logits)], logits[None]
-    tree = draft_tree(tokens[-1], paths, drafting.nodes)
+    tree = draft_tree(tokens[-1], paths, nodes)
     logits = session.verify(tree)
     accepted = session.accept(tree, logits)
     session.commit(accepted.path)
