@@ -47,14 +47,14 @@ def mpi(ranks: int, *words: object) -> None:
     subprocess.run([launcher() or "mpiexec", "-n", str(ranks), *TREEATTN, *map(str, words)], check=True)
 
 
-def measure(folder: Path, ranks: int, schemes: list[str], seconds: float, repetitions: int) -> None:
+def measure(folder: Path, ranks: int, schemes: list[str], repetitions: int) -> None:
     """Calibrate, compare and plot."""
     folder.mkdir(parents=True, exist_ok=True)
     cluster, lines = folder / "cluster.toml", folder / LINES
     lines.unlink(missing_ok=True)
     mpi(ranks, "calibrate", "--out", cluster, "--json", folder / "probes.json")
     mpi(ranks, "compare", "--schemes", ",".join(schemes), "--bytes", ",".join(map(str, SIZES)),
-        "--head-dim", 128, "--cluster", cluster, "--seconds", seconds, "--repetitions", repetitions,
+        "--head-dim", 128, "--cluster", cluster, "--repetitions", repetitions,
         "--out", lines)  # fmt: skip
     subprocess.run([*TREEATTN, "plot", lines, "--figures", "predicted", "--format", "png", "--out", folder],
                    check=True)  # fmt: skip
@@ -95,7 +95,6 @@ def main() -> None:
         __doc__,
         ranks=8,
         out={"type": Path, "default": Path("calibrated"), "metavar": "FOLDER"},
-        seconds={"type": float, "default": 1.0, "help": "for each point of the comparison"},
         repetitions=6,
         again={"action": "store_true", "help": "only judge what FOLDER holds"},
         note={"default": "", "help": "how quiet the machine was"},
@@ -104,7 +103,7 @@ def main() -> None:
     schemes = dict.fromkeys(select(name).text for name in (*names("schedule"), *CHOSEN_FROM))
     load = os.getloadavg()
     if not options.again:
-        measure(options.out, options.ranks, [*schemes], options.seconds, options.repetitions)
+        measure(options.out, options.ranks, [*schemes], options.repetitions)
     found = judged(options.out)
     facts = {
         **environment.software(), "cpu": environment.cpu_name(), "cores": os.cpu_count(),

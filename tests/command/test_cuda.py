@@ -24,7 +24,7 @@ needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(c
 
 CASE = Case("bfloat16", 64, group=4, batch=2, tokens=70, lengths=(70, 20))
 IDS = ",".join(map(str, [*PROMPT[:15]] * 2))
-SMALL = "--seq-len 70 --heads 4 --head-dim 64 --seconds 0.001"
+SMALL = "--seq-len 70 --heads 4 --head-dim 64"
 
 
 @pytest.fixture(scope="module")

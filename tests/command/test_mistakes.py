@@ -49,8 +49,8 @@ BAD = {
         --head-dim 7                                        | head_dim 7 is not supported
         --bytes 8:1Mi:2                                     | give FIRST:LAST:xFACTOR
         --bytes 64 --heads 4                                | --bytes says how many a reduction has
-        --seconds nan                                       | is not in the range
-        --seconds inf                                       | is not in the range
+        --library-algorithm ring                            | ALGORITHM=ring from the start of the job
+        --library-algorithm ring --device cuda              | --device cpu
         --out /nowhere/at/all.jsonl                         | cannot be written
         --out same.jsonl --json same.jsonl                  | named twice
         --schemes chain --cluster summit                    | no such cluster
@@ -75,13 +75,10 @@ BAD = {
         --colour blue                                       | No such option '--colour'
     """,
     "paper": """
-        sorcery                                             | experiment 'sorcery' is unknown
-        ''                                                  | experiment '' is unknown
+        sorcery                                             | 'sorcery' is not one of
+        ''                                                  | '' is not one of
         --json ''                                           | is not an ordinary file
         --json /nowhere/at/all.json                         | cannot be written
-        --ranks-free sorcery                                | experiment 'sorcery' is unknown
-        --list sorcery                                      | --list only names the experiments
-        --list --ranks-free                                 | --list only names the experiments
     """,
     "plot": """
                                                             | Missing argument

@@ -37,7 +37,7 @@ def test_decode_and_compare_take_a_file(star, tmp_path):
     assert own["scheme"].startswith("star@")
     assert (own["rounds"], own["messages"], chain["messages"]) == (2, 4, 4)
     assert own["passed"]
-    short = ("--bytes", "8Ki", "--seconds", 0.01, "--repetitions", 2, "--out", lines)
+    short = ("--bytes", "8Ki", "--repetitions", 2, "--out", lines)
     for _ in range(2):  # the second time all of it is in the file
         done = treeattn("compare", "--schemes", star, *short, ranks=3)
         assert own["scheme"] in done.stdout
@@ -105,7 +105,7 @@ def test_a_schedule_for_other_ranks_is_refused_once(star):
 
 @pytest.mark.parametrize("cluster", sample(1, [[], ["--cluster", "laptop"]]), ids=str)
 def test_compare_goes_on_where_a_schedule_is_for_other_ranks(star, cluster):
-    short = ("--bytes", "8Ki", "--seconds", 0.01, "--repetitions", 1, *cluster)
+    short = ("--bytes", "8Ki", "--repetitions", 1, *cluster)
     done = treeattn("compare", "--schemes", f"{star},chain", *short, ranks=2, code=1)
     assert "made for 3 ranks" in " ".join(done.stdout.split())
     assert "chain" in done.stdout

@@ -11,11 +11,6 @@ from treeattn.study.paper import EXPERIMENTS
 from .launch import in_process, mpiexec, treeattn
 
 
-def test_list():
-    done = in_process("paper", "--list")
-    assert [line.split()[0] for line in done.stdout.splitlines()] == list(EXPERIMENTS)
-
-
 def test_without_ranks(tmp_path):
     path = tmp_path / "p.json"
     done = in_process("paper", "--ranks-free", "--wide", "--json", path)

@@ -35,11 +35,14 @@ def test_a_figure_asked_for_by_name_is_missed(tmp_path, words, said):
     assert (tmp_path / "time.svg").exists() == ("time,scaling" in words)
 
 
-@pytest.mark.parametrize("module", ["matplotlib", "pandas", "scipy.stats"])
-def test_without_the_extra(tmp_path, monkeypatch, module):
+@pytest.mark.parametrize(
+    "words", ["plot matplotlib", "plot pandas", "plot scipy.stats", "report jinja2", "report matplotlib"]
+)
+def test_without_the_extra(tmp_path, monkeypatch, words):
+    command, module = words.split()
     monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.delitem(sys.modules, "treeattn.study.figures", raising=False)
-    done = in_process("plot", RESULTS, "--out", tmp_path / "out", code=1)
+    done = in_process(command, RESULTS, "--out", tmp_path / "out", code=1)
     assert done.stderr.startswith(f"treeattn: {module.partition('.')[0]} is missing (")
     assert done.stderr.endswith("): pip install '.[study]'\n")
     assert not (tmp_path / "out").exists()

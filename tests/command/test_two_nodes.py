@@ -42,7 +42,7 @@ def test_doctor_says_where_ranks_are():
 
 def test_compare_by_size(tmp_path):
     out = tmp_path / "r.jsonl"
-    words = ("--bytes", "64:1Ki:x16", "--seconds", 0.001, "--repetitions", 2, "--out", out)
+    words = ("--bytes", "64:1Ki:x16", "--repetitions", 2, "--out", out)
     over_two_nodes("compare", "--schemes", "hierarchical,mpi_allreduce", *words)
     rows = read(out)
     assert {(row.what, row.heads, row.head_dim) for row in rows} == {("reduce", 1, 14), ("reduce", 2, 126)}
@@ -82,7 +82,7 @@ def test_calibrate_and_those_who_read_its_file(tmp_path):
     done = in_process("simulate", "--cluster", here, "--ranks", 4, "--schemes", "ring,hierarchical")
     assert "calibrated with" in done.stdout
 
-    words = ("--seq-len", 4096, "--bytes", 2080, "--heads", 4, "--seconds", 0.01, "--repetitions", 1)
+    words = ("--seq-len", 4096, "--bytes", 2080, "--heads", 4, "--repetitions", 1)
     schemes = ("--schemes", "hierarchical,mpi_allreduce", "--out", lines)
     said = " ".join(in_process("compare", *schemes, *words, TREEATTN_CLUSTER=str(here)).stdout.split())
     assert "predicted: on here (TREEATTN_CLUSTER): 2 x 2 ranks, calibrated with" in said

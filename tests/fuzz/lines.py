@@ -37,7 +37,7 @@ generate --model . --prompt-ids 1,2,3 -n 3 --draft ngram
 generate --model . --prompt-ids 1,2,3,4,5,6 --weights sharded --decode kv_ring
 compare --schemes chain,ring --bytes 144,288 --head-dim 16 --repetitions 1 --out b
 compare --schemes chain --seq-len 64:256:x2 --batch 1 --queries 2 --repetitions 1
-compare --bytes 1Ki,4Ki --dtype float64 --seconds 0.01 --repetitions 1
+compare --bytes 1Ki,4Ki --dtype float64 --repetitions 1
 check-partials partial.safetensors --whole partial.safetensors --base 2
 schemes --wide
 """.strip().splitlines()

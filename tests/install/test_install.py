@@ -158,7 +158,7 @@ def test_ranks_of_torchrun_need_no_mpi(wheel, tmp_path):
     "tune --cluster laptop --ranks 4",
     "paper --ranks-free steps",
     "roofline --tokens 4096 --repeat 1",
-    "compare --schemes ring --bytes 1Ki --repetitions 6 --seconds 0.01 --out results.jsonl",
+    "compare --schemes ring --bytes 1Ki --repetitions 6 --out results.jsonl",
 ])  # fmt: skip
 def test_commands_without_the_extra_for_studies(installed, tmp_path, words):
     """None of scipy, pandas, matplotlib and Jinja2 is installed: what needs none of them runs."""

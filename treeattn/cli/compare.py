@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
     Predicted = tuple[dict[Key, Estimate], str]
 
+SECONDS = 0.3  # about so long for all blocks of a key; longer for 20 iterations in each
 PATIENCE = 10.0  # seconds after which a key gets no further block
 
 
@@ -67,8 +67,8 @@ def _numbers(
 @options.CLUSTER
 @click.option("--repetitions", type=click.IntRange(1, 10_000), default=11,
               help="Blocks of each point, with those that the file holds.")  # fmt: skip
-@click.option("--seconds", type=click.FloatRange(0, 3600, min_open=True), default=0.3,
-              help="About so long for all blocks of a point; longer for 20 iterations each.")  # fmt: skip
+@click.option("--library-algorithm", metavar="NAME",
+              help="Of the MPI library's sum; jobs/library_algorithm.sbatch starts it.")  # fmt: skip
 @options.output_options("Append to this file of JSON lines; what it holds is not measured again.",
                         wide=False, json="Write the summaries of this command.")  # fmt: skip
 def command(
@@ -77,7 +77,7 @@ def command(
     transport: str | None,
     cluster: str | None,
     repetitions: int,
-    seconds: float,
+    library_algorithm: str | None,
     output: Output,
     **lists: Sequence[Any] | None,
 ) -> int:
@@ -87,15 +87,22 @@ def command(
     --bytes: steps with 4096 and 65536 tokens, and reductions of 8 KiB. Besides the schemes, each case has
     MPI_Allreduce(SUM) of the same bytes; from GPUs the sum of each transport's own library. --cluster
     adds predicted times. The same command again with more --repetitions adds blocks of another run.
+    --library-algorithm measures the sum by this algorithm of the library beside its default, and of all
+    schemes recursive_doubling.
     docs/measuring.md says what is timed. Exit code 1: a scheme could not run, or a result is wrong."""
-    if math.isnan(seconds):  # which is in every range
-        raise ArgumentError("--seconds nan is not in the range 0<x<=3600")
     world = options.world()
+    if library_algorithm is not None:
+        if device != "cpu":
+            raise ArgumentError("--library-algorithm is of MPI's sum of host memory: --device cpu")
+        from treeattn.mpi.sum_algorithm import sum_algorithm  # few ask for one
+
+        collectively(world, lambda: sum_algorithm(library_algorithm))
+        schemes = "recursive_doubling" if schemes == "all" else schemes
     named = None if schemes == "all" else given(world, schemes, on_all=False)
     user_schedules = {scheme.name: scheme for scheme in named or () if isinstance(scheme, Schedule)}
     where, shared = options.own_device(world, device)
     over = _transports(world, where, transport)
-    keys = collectively(world, lambda: list(_keys(world.size, device, named, over, lists)))
+    keys = collectively(world, lambda: list(_keys(world.size, device, named, library_algorithm, over, lists)))
     named_cluster = broadcast_from_root(world, lambda: topology.described(cluster), "the cluster of rank 0")
     predicted: Predicted = {}, ""
     if named_cluster is not None:
@@ -105,7 +112,7 @@ def command(
     job = _job(world, where, shared)
     output.open(world=world)
     session = _Session(world, output.out, job, keys, repetitions, predicted, user_schedules)
-    budget = Budget(repetitions, seconds=seconds, patience=PATIENCE)
+    budget = Budget(repetitions, seconds=SECONDS, patience=PATIENCE)
     try:
         for block, found in sweep(world, keys, budget, session.done, user_schedules):
             session.take(block, found)
@@ -139,6 +146,7 @@ def _keys(
     ranks: int,
     device: str,
     schemes: Sequence[str | Schedule] | None,
+    algorithm: str | None,
     over: Sequence[str],
     lists: Mapping[str, Any],
 ) -> Iterator[Key]:
@@ -164,10 +172,11 @@ def _keys(
         for heads, kv_heads in itertools.product(lists["heads"] or [16], lists["kv_heads"] or [0]):
             cases.append(("decode", length, batch, queries, heads, kv_heads or heads, head_dim, dtype))
     for what, *shape in dict.fromkeys(cases):
-        for name in (SUM, *rows):
-            served = ("mpi", "host", "nccl", "cuda-mpi") if name == SUM else rows[name].transports
-            fused = name != SUM and rows[name].fused  # attends while it communicates
-            no_float64 = name != SUM and rows[name].kind == "library" and shape[-1] == "float64"
+        for name in (SUM, *([f"{SUM}/{algorithm}"] if algorithm else ()), *rows):
+            scheme = rows.get(name)  # None: a library's sum
+            served = scheme.transports if scheme else ("mpi", "host", "nccl", "cuda-mpi")
+            fused = scheme and scheme.fused  # attends while it communicates
+            no_float64 = scheme and scheme.kind == "library" and shape[-1] == "float64"
             if (what == "reduce" and fused) or (schemes is None and no_float64):
                 continue
             for transport in over:

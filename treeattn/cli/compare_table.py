@@ -59,15 +59,24 @@ def sentence(rows: Sequence[Summary]) -> str:
     if ends := between(first["ratio_low"], first["ratio_high"], "{:.2f}".format):
         said += f" ({ends})"
     # Bits of different heads are not compared.
-    return headline(first["label"], said, rows, first["same_bits"] is None and first["scheme"] != SUM)
+    return headline(
+        first["label"], said, rows, first["same_bits"] is None and not first["scheme"].startswith(SUM)
+    )
 
 
 def bits(row: Summary) -> str:
     """Whether all ranks held one result, and all blocks."""
-    if row["scheme"] == SUM:
+    if row["scheme"].startswith(SUM):
         return "-"
     text = identical(row["determinism"], row["same_bits"])
     return text if row["results"] <= 1 else f"{text}, {row['results']} results"
+
+
+def own_jobs(rows: Sequence[Summary]) -> str | None:
+    """What the library's algorithms among the rows are compared with."""
+    names = [row["label"] for row in rows if row["scheme"].startswith(f"{SUM}/")]
+    text = f"the library's own algorithm, in a job started for it; the ratio is to that job's {SUM}"
+    return f"{', '.join(names)}: {text}" if names else None
 
 
 def show(made: Report, summaries: Sequence[Summary], errors: Mapping[Key, str]) -> bool:
@@ -85,8 +94,8 @@ def show(made: Report, summaries: Sequence[Summary], errors: Mapping[Key, str]) 
         for known in ("proved", "measured"):
             if names := [row["label"] for row in rows if bits(row).startswith(known)]:
                 made.line(f"identical bits on all ranks ({known}): {', '.join(names)}")
-        if same := equal_messages(rows):
-            made.line(same)
+        for text in filter(None, (equal_messages(rows), own_jobs(rows))):
+            made.line(text)
         foretold.append(_show_predicted(made, rows))
     causes: dict[Any, list[Key]] = {}
     for key, message in errors.items():
@@ -122,7 +131,7 @@ def _add_notes(made: Report, summaries: Sequence[Summary]) -> None:
                 "(the same command with more --repetitions adds blocks of another run)"
             )
     if (least := min(row["iterations"] for row in summaries)) < ENOUGH:
-        made.line(f"as few as {least} iterations a block: a median wants {ENOUGH}; give more --seconds")
+        made.line(f"as few as {least} iterations a block: a median wants {ENOUGH}")
     if (late := max(row["late"] / (row["blocks"] * row["iterations"]) for row in summaries)) > 0.1:
         made.line(f"some rank entered after the agreed instant in up to {min(late, 1):.0%} of the iterations")
 

@@ -11,7 +11,6 @@ import msgspec
 from treeattn.cli import options
 from treeattn.cli.options import Output
 from treeattn.collectives.clusters import description
-from treeattn.errors import ArgumentError
 from treeattn.report import Column, Report
 from treeattn.study import environment
 from treeattn.study.intervals import words
@@ -20,26 +19,15 @@ from treeattn.study.paper.experiment import MACHINE
 
 
 @click.command("paper")
-@click.argument("experiments", nargs=-1, metavar="[EXPERIMENT]...")
-@click.option("--list", "listing", is_flag=True, help="Only name the experiments.")
+@click.argument("experiments", nargs=-1, type=click.Choice(list(EXPERIMENTS)))
 @click.option("--ranks-free", is_flag=True, help="Only the paper and the model: run nothing, need no MPI.")
 @options.output_options(json="Write settings, tables and notes.")
-def command(experiments: tuple[str, ...], listing: bool, ranks_free: bool, output: Output) -> None:
+def command(experiments: tuple[str, ...], ranks_free: bool, output: Output) -> None:
     """Print the paper's experiments, its numbers and the model side by side (default: all).
 
     What a rank holds and sends is counted on up to 4 ranks (mpiexec -n 4 treeattn paper memory volume); times
     are what treeattn compare measures. Which of the paper's numbers are not explained: docs/paper.md.
     """
-    if listing:
-        if experiments or ranks_free or output.json:
-            raise ArgumentError("--list only names the experiments: leave out the others")
-        width = max(map(len, EXPERIMENTS))
-        for name, experiment in EXPERIMENTS.items():
-            print(f"{name:{width}}  {experiment.TITLE} ({experiment.WHERE})")
-        return
-    for name in experiments:
-        if name not in EXPERIMENTS:
-            raise ArgumentError(f"experiment {name!r} is unknown: choose from {', '.join(EXPERIMENTS)}")
     chosen = {name: one for name, one in EXPERIMENTS.items() if not experiments or name in experiments}
     world = None if ranks_free else options.world()
     output.open(world=world)

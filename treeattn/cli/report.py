@@ -19,7 +19,7 @@ from treeattn.collectives.drawings import text as draw_schedule
 from treeattn.errors import ScheduleError
 from treeattn.study import extra
 from treeattn.study.compare import rows
-from treeattn.study.compare.rows import SUM, Row
+from treeattn.study.compare.rows import Row
 from treeattn.study.compare.summary import Summary
 from treeattn.study.why import equal_messages
 
@@ -47,7 +47,13 @@ def command(files: tuple[Path, ...], title: str, baseline: str | None, output: O
     page = extra("jinja2").Environment(
         loader=extra("jinja2").PackageLoader("treeattn.study", "."), autoescape=True, trim_blocks=True
     )
-    again = ["treeattn", "report", *(path.name for path in files), "--out", "report.html"]
+    again = [
+        "treeattn",
+        "report",
+        *(path.name if path.is_absolute() else str(path) for path in files),
+        "--out",
+        "report.html",
+    ]
     again += ["--baseline", baseline] if baseline else []
     text = page.get_template("report.html").render(
         title=title,
@@ -80,7 +86,7 @@ def _case(of: list[Summary]) -> dict[str, Any]:
         "columns": columns,
         "rows": of,
         "headline": compare_table.sentence(of),
-        "same": equal_messages(of),
+        "notes": [*filter(None, (equal_messages(of), compare_table.own_jobs(of)))],
     }
 
 
@@ -97,7 +103,7 @@ def _jobs(found: Iterable[Row]) -> Iterator[dict[str, Any]]:
 
 def _schedules(found: Iterable[Row]) -> Iterator[dict[str, str]]:
     """Drawings of those that were measured, own ones out of their rows."""
-    for row in {(row.scheme, tuple(row.nodes)): row for row in found if row.scheme != SUM}.values():
+    for row in {(row.scheme, tuple(row.nodes)): row for row in found if row.algorithm is None}.values():
         names, own = sorted(set(row.nodes)), row.schedule
         nodes = [[rank for rank, on in enumerate(row.nodes) if on == node] for node in names]
         try:

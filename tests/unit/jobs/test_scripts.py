@@ -28,6 +28,7 @@ SCRIPTS = {  # name -> what it is given
     "smoke": (),
     "decode": (CACHE,),
     "compare_schemes": SHORT,
+    "library_algorithm": ("ring", *SHORT),
     "scale_ranks": ("1,2", *SHORT),
     "scale_context": ("4k,8k", "--schemes", "ring"),
     "generate": ("MODEL", "--prompt", "two words"),

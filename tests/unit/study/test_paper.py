@@ -61,18 +61,6 @@ def test_a_simulated_step_by_hand():
     assert column(table, "kv_ring, ms: simulated") == [pytest.approx((7 * hop + attention) / 1e3)]
 
 
-def test_bandwidth_of_a_message_by_hand():
-    """Overheads, latency, and bytes; of 1 KiB by small kernels, of 1 GiB by copies."""
-    (table,) = model("bandwidth")
-    tiers = ("within a node", "between nodes")
-    (small, *_, large), (small_far, *_, large_far) = (
-        column(table, f"{tier}, GB/s: simulated") for tier in tiers
-    )
-    assert small == pytest.approx(1024 / (1e3 * (1.0 + 2 * 0.15) + 1024 / 100), rel=0.01)
-    assert small_far == pytest.approx(1024 / (1e3 * (4.5 + 2 * 0.75) + 1024 / 48), rel=0.01)
-    assert (large, large_far) == (pytest.approx(371, rel=0.01), pytest.approx(48, rel=0.01))
-
-
 @pytest.mark.parametrize("series", llama.PUBLISHED, ids=lambda series: series.machine)
 def test_the_line_through_ring_minus_tree(series):
     slope, constant = np.polyfit(series.tokens, np.subtract(series.ring, series.tree), 1)

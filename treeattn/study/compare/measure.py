@@ -25,7 +25,7 @@ from treeattn.study import environment
 from treeattn.study.compare import problems, steps
 from treeattn.study.compare.clock import Clock
 from treeattn.study.compare.loop import Loop
-from treeattn.study.compare.rows import ENOUGH, SUM, Key
+from treeattn.study.compare.rows import ENOUGH, Key
 from treeattn.study.why import Tiers, by_tier, counts
 
 WARMUP = {"reduce": 5, "decode": 1}
@@ -125,7 +125,7 @@ class Bench:
         if step.schedule is not None:  # all records of a head are never cut
             counted = counts(step.schedule, self.groups, key.heads, key.record_bytes // key.heads)
         sent = handed_over(self.comm, step.sent, self.groups)
-        judged = key.scheme != SUM
+        judged = key.algorithm is None
         if judged and key.what == "reduce":
             step.finish()
         return {

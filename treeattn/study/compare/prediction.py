@@ -19,7 +19,7 @@ from treeattn.mpi import topology
 from treeattn.mpi.communicators import MpiCommunicator, collectively
 from treeattn.mpi.topology import Described
 from treeattn.selection import select
-from treeattn.study.compare.rows import SUM, Key
+from treeattn.study.compare.rows import Key
 from treeattn.study.decode_step import (
     StepShape,
     attention_cost,
@@ -61,7 +61,7 @@ def predictions(
 
 def lacking(cluster: Cluster, places: Placement, key: Key) -> str:
     """Why nothing run as the key has it can be predicted; nothing where the cluster has the prices."""
-    if key.scheme == SUM:
+    if key.algorithm is not None:
         return ""
     try:
         cluster.executor_for(places, EXECUTOR_OVER.get(key.transport))
@@ -80,7 +80,7 @@ def predicted(
     """What one key costs; None for libraries and baselines without a schedule or a ring's
     formula, for an executor without prices there, and for whole steps where it does not say how fast a rank
     reads."""
-    if key.scheme == SUM or lacking(cluster, places, key):
+    if key.algorithm is not None or lacking(cluster, places, key):
         return None
     executor = EXECUTOR_OVER.get(key.transport)
     if key.what == "decode" and cluster.memory is None:

@@ -17,7 +17,7 @@ import msgspec
 from treeattn.errors import ArgumentError, BackendError
 
 #: What stands among the schemes without being one: as many bytes by the library's own sum. Over NCCL it is
-#: called `NCCL_SUM`.
+#: called `NCCL_SUM`. With `/NAME` behind it, by the library's algorithm of that name, in a job of its own.
 SUM, NCCL_SUM = "MPI_Allreduce(SUM)", "ncclAllReduce(sum)"
 
 #: Iterations that a block should have: with fewer its median moves with every one of them.
@@ -55,6 +55,12 @@ class Key(msgspec.Struct, frozen=True):
         """All but scheme and transport: blocks of one case are compared with one another."""
         apart = ("scheme", "transport")
         return tuple(getattr(self, name) for name in Key.__struct_fields__ if name not in apart)
+
+    @property
+    def algorithm(self) -> str | None:
+        """Of a library's sum, the library's algorithm that it is by; "" for the library's choice."""
+        name, _, algorithm = self.scheme.partition("/")
+        return algorithm if name == SUM else None
 
     @property
     def label(self) -> str:

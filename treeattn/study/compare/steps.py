@@ -46,15 +46,26 @@ class OneCall(Reducer):
 
 
 def library_sum(key: Key, reduction: ReductionSpec) -> Reducer:
-    """As many bytes as the records have, in elements of their own type. Collective."""
+    """As many bytes as the records have, in elements of their own type, by its algorithm. Collective."""
     from treeattn.collectives.runtime import mpi_communicator  # starts MPI
 
     mine = reduction.buffer.reshape(-1)
     if key.transport == "nccl":
         return _nccl_sum(reduction, mine)
+    leave: Callable[[], object] = tuple
+    if key.algorithm:
+        from treeattn.mpi.sum_algorithm import sum_algorithm
+
+        sum_algorithm(key.algorithm).use()
+        leave = sum_algorithm(key.algorithm).leave
     comm = mpi_communicator.duplicate(reduction.comm)
+
+    def end() -> None:
+        comm.free()
+        leave()
+
     add = _by_way_of_the_host if key.transport == "host" else _where_it_lies
-    return OneCall(SUM, add(comm.unwatched, reduction.memory, mine), comm.free)
+    return OneCall(key.scheme, add(comm.unwatched, reduction.memory, mine), end)
 
 
 def _where_it_lies(comm: Any, memory: Memory, mine: Array) -> Callable[[], object]:
@@ -107,7 +118,7 @@ class _LocalPlan(LocalPlan):
         return super().attention() if self.key.what == "decode" else _Nothing()
 
     def reduction(self, spec: ReductionSpec) -> tuple[Schedule | None, str, Any]:
-        if self.key.scheme == SUM:
+        if self.key.algorithm is not None:
             return None, self.key.transport, library_sum(self.key, spec)
         return super().reduction(spec)
 
@@ -138,7 +149,7 @@ def plan(comm: MpiCommunicator, key: Key, user_schedules: Mapping[str, Schedule]
     """A planned step of the scheme of `key`, perhaps one of `user_schedules`, by name. Collective; raises
     what `Decoder` raises, on every rank."""
     how = Reduction("chain")  # of a library's sum: what excludes nothing
-    if key.scheme != SUM:
+    if key.algorithm is None:
         scheme = user_schedules.get(key.scheme, key.scheme)
         output = "heads" if select(scheme).row.scattered else "replicated"
         how = Reduction(scheme, key.transport, output=output)

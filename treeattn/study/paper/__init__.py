@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from treeattn.study.paper import bandwidth, latency, llama, memory, steps, volume
+from treeattn.study.paper import latency, llama, memory, steps, volume
 from treeattn.study.paper.experiment import Table, shown
 
 __all__ = ["EXPERIMENTS", "Table", "shown"]
 
 #: Name, which is that of its module, -> experiment, in the order of the paper.
 EXPERIMENTS: dict[str, ModuleType] = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (steps, bandwidth, latency, memory, volume, llama)
+    module.__name__.rpartition(".")[2]: module for module in (steps, latency, memory, volume, llama)
 }
