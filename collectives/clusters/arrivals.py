@@ -1,16 +1,13 @@
 """When ranks enter a step, in words that `simulate` takes:
 
 together; random:100us (each up to so late), exponential:100us (on average), ascending:100us (rank by
-rank, the last so late), late:100us (one rank, another each time); 0us+0us+20us, the instant of each
-rank; FILE of a line for each step, in µs
+rank, the last so late), late:100us (one rank, another each time); 0us+0us+20us, the instant of each rank
 """
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,29 +28,29 @@ _PATTERNS: Mapping[str, Callable[[Any, int], Any]] = {
 
 class Arrivals(NamedTuple):
     """When ranks enter a step. text: in words; spread: microseconds that the pattern is scaled by; given: the
-    instants of each rank for steps in turn, of a pattern that is none of those known."""
+    instant of each rank, of a pattern that is none of those known."""
 
     text: str
     pattern: str = ""
     spread: float = 0.0
-    given: tuple[tuple[float, ...], ...] = ()
+    given: tuple[float, ...] = ()
 
     @property
     def drawn(self) -> bool:
         """Whether the instants differ from step to step."""
-        return len(self.given) > 1 or self.pattern not in ("", "ascending")
+        return self.pattern not in ("", "ascending")
 
     def check(self, ranks: int) -> None:
         """Raise `ArgumentError` where instants are given for another number of ranks."""
-        if self.given and len(self.given[0]) != ranks:
+        if self.given and len(self.given) != ranks:
             raise ArgumentError(
-                f"arrivals {self.text}: {len(self.given[0])} instants for {ranks} ranks; give one for each"
+                f"arrivals {self.text}: {len(self.given)} instants for {ranks} ranks; give one for each"
             )
 
     def starts(self, step: int, ranks: int, seed: int = 0) -> list[float]:
         """Microseconds after the first possible instant, of each rank in that step."""
         if self.given:
-            return list(self.given[step % len(self.given)])
+            return list(self.given)
         if not self.pattern:
             return [0.0] * ranks
         draw = np.random.default_rng([seed, step])
@@ -64,35 +61,16 @@ TOGETHER = Arrivals("together")
 
 
 def arrivals(text: str) -> Arrivals:
-    """Read the words of arrivals, or their file. Raises `ArgumentError`."""
+    """Read the words of arrivals. Raises `ArgumentError`."""
     pattern, _, spread = text.partition(":")
     if text == TOGETHER.text:
         return TOGETHER
     if pattern in _PATTERNS:
         return Arrivals(text, pattern, duration(spread))
     if "+" in text:
-        return Arrivals(text, given=(tuple(map(duration, text.split("+"))),))
-    if Path(text).suffix in (".txt", ".csv"):
-        return _from_file(text)
+        return Arrivals(text, given=tuple(map(duration, text.split("+"))))
     known = ", ".join([TOGETHER.text, *(f"{name}:100us" for name in _PATTERNS)])
-    raise ArgumentError(f"{text!r:.60}: take {known}, the instant of each rank as 0+20us, or FILE.csv")
-
-
-def _from_file(name: str) -> Arrivals:
-    try:
-        content = Path(name).read_text()
-        rows = [line.replace(",", " ").split() for line in content.splitlines()]
-        given = tuple(tuple(map(float, row)) for row in rows if row and not row[0].startswith("#"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(
-            f"{name}: cannot be read ({error}); microseconds of each rank, a line a step"
-        ) from None
-    if not given or len(set(map(len, given))) > 1:
-        raise ArgumentError(f"{name}: give lines of equally many numbers, microseconds of each rank")
-    if not all(0 <= one < _MOST for row in given for one in row):
-        raise ArgumentError(f"{name}: instants are microseconds from 0 on; take the earliest off all")
-    digest = hashlib.sha256(content.encode()).hexdigest()[:8]
-    return Arrivals(f"{Path(name).name}@{digest}", given=given)
+    raise ArgumentError(f"{text!r:.60}: take {known}, or the instant of each rank as 0+20us")
 
 
 def duration(text: str) -> float:

@@ -63,13 +63,12 @@ class Cost:
 
 
 def cost(simulation: Simulation) -> Cost:
-    """What a step costs from the first rank's entry to the last one's end."""
+    """What a step costs."""
     if not any(simulation.steps):
-        return Cost({("", False): simulation.completion})
+        return Cost({("", False): simulation.time})
     found: defaultdict[tuple[str, bool], float] = defaultdict(float)
     for segment in critical_path(simulation):
         found[segment.price, segment.assumed] += segment.microseconds
-    found["", False] -= min(simulation.starts)
     return Cost(found)
 
 

@@ -158,7 +158,10 @@ class Cluster(_Data, frozen=True, dict=True):
 
     def tier_between(self, one: int, other: int) -> int:
         """Index of the innermost tier that holds both places."""
-        return next(at for at, width in enumerate(self.widths) if one // width == other // width)
+        tier = 0
+        while one // self.widths[tier] != other // self.widths[tier]:
+            tier += 1
+        return tier
 
     def link(self, tier: int, size: float, pulls: bool = False) -> Link:
         """What a message of `size` bytes costs on the tier of that index."""

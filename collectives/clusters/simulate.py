@@ -84,7 +84,8 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """One step, in microseconds. ends: when each rank has its result; steps: of each rank, in order.
+    """One step, in microseconds from the first rank's entry on. starts: when each rank enters; ends: when it
+    has its result; steps: of each rank, in order.
 
     bound: what no schedule could be faster than on this cluster, by `bound.lower_bound`."""
 
@@ -99,11 +100,6 @@ class Simulation:
     steps: tuple[tuple[Step, ...], ...]
     traffic: tuple[Traffic, ...]
     max_nic_bytes: int
-
-    @property
-    def completion(self) -> float:
-        """From the first rank's entry to the last one's end."""
-        return self.time - min(self.starts)
 
     @property
     def prices(self) -> Executor:
@@ -124,8 +120,8 @@ def simulate(
     executor: str | None = None,
     starts: Sequence[float] | None = None,
 ) -> Simulation:
-    """One step of `schedule` with rank r at ``places[r]``. starts: when each rank begins, in
-    microseconds; all at once unless given.
+    """One step of `schedule` with rank r at ``places[r]``. starts: when each rank begins, in microseconds
+    from any instant on; all at once unless given.
 
     Raises `ArgumentError` for a placement that does not fit, or an executor that the cluster has not.
 
@@ -140,13 +136,14 @@ def simulate(
         raise ArgumentError(f"placement: {len(places)} places for {schedule.size} ranks; give one for each")
     name = cluster.executor_for(places, executor)
     run = _Run(schedule, cluster, explicit(cluster, places), payload, cluster.executors[name])
-    begin = (0.0,) * schedule.size if starts is None else tuple(starts)
+    first = min(starts or [0.0])
+    begin = tuple(start - first for start in starts or [0.0] * schedule.size)
     run.go(begin)
     ends = tuple(steps[-1].ended if steps else start for start, steps in zip(begin, run.steps, strict=True))
     replicated = schedule.result == "replicated"
     bound = lower_bound(cluster, run.places, payload.bytes, run.executor, replicated)
     return Simulation(
-        schedule, cluster, run.places, name, max(ends), min(begin) + bound, begin, ends,
+        schedule, cluster, run.places, name, max(ends), bound, begin, ends,
         tuple(map(tuple, run.steps)), tuple(run.traffic), max(run.nic_bytes.values(), default=0),
     )  # fmt: skip
 
@@ -165,13 +162,9 @@ class _PortUse(NamedTuple):
     onward: float = 0.0
 
 
-class _Hop(NamedTuple):
-    """A message on its way: at which stop it comes next, and when its last byte is there at the earliest."""
-
-    flight: MessageEvent
-    stops: Sequence[_PortUse]
-    at: int = 0
-    tail: float = 0.0
+#: A message on its way: when and in which order of events, the ports that it passes, at which of them it
+#: comes next, and when its last byte is there at the earliest.
+_Hop = tuple[float, int, MessageEvent, list[_PortUse], int, float]
 
 
 class _Run:
@@ -200,7 +193,7 @@ class _Run:
         # By receiver and round: delivered before it is there, and waiting for it to send.
         self.early: defaultdict[tuple[int, int], list[MessageEvent]] = defaultdict(list)
         self.held: defaultdict[tuple[int, int], list[MessageEvent]] = defaultdict(list)
-        self.events: list[tuple[float, int, _Hop]] = []  # when, in which order, what
+        self.events: list[_Hop] = []
         self.order = count()
         self.unfinished = sum(map(bool, self.steps))
         self.link = lru_cache(None)(lambda tier, size: cluster.link(tier, size, executor.pulls))
@@ -214,11 +207,12 @@ class _Run:
         for rank, start in enumerate(starts):
             self._advance(rank, start + self.executor.call)
         while self.unfinished and self.events:
-            now, _, hop = heapq.heappop(self.events)
-            if hop.at < len(hop.stops):
-                self._pass(hop, now)
+            hop = heapq.heappop(self.events)
+            _, _, flight, stops, at, _ = hop
+            if at < len(stops):
+                self._pass(hop)
             else:
-                self._arrive(hop.flight)
+                self._arrive(flight)
 
     def _advance(self, rank: int, now: float) -> None:
         """The rank goes on at `now`, through all steps for which everything has arrived."""
@@ -256,15 +250,12 @@ class _Run:
         steps = self.steps[rank]
         return steps[self.at[rank]] if self.at[rank] < len(steps) else None
 
-    def _push(self, when: float, hop: _Hop) -> None:
-        heapq.heappush(self.events, (when, next(self.order), hop))
-
     def _depart(self, flight: MessageEvent, now: float) -> None:
-        self._push(now, _Hop(flight, self._stops(flight)))
+        heapq.heappush(self.events, (now, next(self.order), flight, self._stops(flight), 0, 0.0))
 
-    def _pass(self, hop: _Hop, now: float) -> None:
+    def _pass(self, hop: _Hop) -> None:
         """Through one port, which is taken from then on, to the next, or to its end."""
-        flight, stops, at, tail = hop
+        now, _, flight, stops, at, tail = hop
         stop = stops[at]
         start = max(now, self.free[stop.port])
         self.free[stop.port] = start + stop.taken
@@ -274,15 +265,16 @@ class _Run:
         last = at + 1 == len(stops)
         if last:
             flight.last_port, flight.delivered = start, tail
-        self._push(tail if last else start + stop.onward, _Hop(flight, stops, at + 1, tail))
+        after = tail if last else start + stop.onward
+        heapq.heappush(self.events, (after, next(self.order), flight, stops, at + 1, tail))
 
-    def _stops(self, flight: MessageEvent) -> Sequence[_PortUse]:
+    def _stops(self, flight: MessageEvent) -> list[_PortUse]:
         """All ports on its way, from the sender to the receiver."""
         link = self.link(flight.tier, flight.bytes)
         here, there = self.places[flight.src], self.places[flight.dst]
         out, into = self._side(flight, here, _OUT, there), self._side(flight, there, _IN, here)
-        crossing = out[-1]._replace(onward=link.latency)
-        return [*self._shared(flight), *out[:-1], crossing, *reversed(into)]
+        out[-1] = _PortUse(*out[-1][:3], link.latency)
+        return self._shared(flight) + out + into[::-1]
 
     def _shared(self, flight: MessageEvent) -> list[_PortUse]:
         """What all messages of its tier share: it goes on when it is through with that."""

@@ -62,13 +62,21 @@ def test_the_variable_names_the_cluster_and_the_report_says_so(tmp_path):
 
 
 def test_ranks_that_arrive_late(tmp_path):
-    """Instants given by hand are simulated as they are; what is drawn widens the interval."""
-    path, found = tmp_path / "s.json", []
+    """Instants given by hand are simulated as they are; what is drawn widens the interval. Table, JSON and
+    drawing are of one step."""
+    path, drawing, found = tmp_path / "s.json", tmp_path / "s.svg", []
     words = ("simulate", "--cluster", "leonardo", "--ranks", 4, "--schemes", "ring,chain", "--json", path)
     for more in ((), ("--arrivals", "0+0+0+1ms"), ("--arrivals", "exponential:20us")):
         done = in_process(*words, *more)
-        found.append({row["scheme"]: row["estimate"] for row in json.loads(path.read_text())["rows"]})
-        assert ("below, ranks enter together" in " ".join(done.stdout.split())) == bool(more)
+        rows = json.loads(path.read_text())["rows"]
+        found.append({row["scheme"]: row["estimate"] for row in rows})
+        assert ("with arrivals" in done.stdout) == bool(more)
+        in_process(*words, *more, "--schemes", "ring", "--format", "svg", "--out", drawing)
+        (ring,) = json.loads(path.read_text())["rows"]
+        time = ring["microseconds"]
+        assert found[-1]["ring"]["time"] == ring["estimate"]["time"] == pytest.approx(time)
+        assert sum(part["microseconds"] for part in ring["segments"]) == pytest.approx(time)
+        assert f"simulated: {time:.1f} µs" in drawing.read_text()
     plain, late, noisy = (one["ring"] for one in found)
     assert 1000 < late["time"] <= 1000 + plain["time"]
     assert noisy["time"] > plain["time"]

@@ -10,17 +10,18 @@ from typing import Any
 import matplotlib
 import pandas
 from matplotlib import ticker
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from treeattn.errors import ArgumentError
 
 WIDTH = 6.5  # inches
+_COLUMN = 5.0  # inches, below which a figure is as narrow as a column
 _STYLE: Any = {
     "font.size": 8, "legend.fontsize": 7, "axes.grid": True, "grid.alpha": 0.3,
     "svg.hashsalt": "treeattn", "svg.fonttype": "none", "figure.constrained_layout.use": True,
 }  # fmt: skip
-_MARKERS, _COLOURS = "osD^vP*X", [f"C{number}" for number in range(10)]
+_MARKERS, _COLOURS = "osD^vP", [f"C{number}" for number in range(10)]
+_OWN_MARKERS = "*Xhp"  # of schedules of one's own, in black
 
 
 def time(frame: pandas.DataFrame, width: float = WIDTH) -> Figure | None:
@@ -68,7 +69,7 @@ def predicted(frame: pandas.DataFrame, width: float = WIDTH) -> Figure | None:
         axes.set(xscale="log", yscale="log", xlabel="predicted, µs", ylabel="measured, µs")
         _ticks(axes.xaxis)
         _ticks(axes.yaxis)
-        _legend(axes, width)
+        _legend(figure, width)
     return figure
 
 
@@ -134,11 +135,15 @@ def _panels(
         return None
     panels = list(frame.groupby("panel", sort=False))
     rows = [len(of) if of["x"].nunique() == 1 else 0 for _, of in panels]
-    least = max(0.55 * width, 0.7 + 0.15 * frame["label"].nunique())  # that the legend has room
+    names = frame["label"].nunique()
+    least = (
+        max(0.55 * width, 0.7 + 0.15 * names) if width >= _COLUMN else 1.8
+    )  # the legend has room, or is below
     heights = [0.9 + 0.16 * many if many else least for many in rows]
+    below = 0.0 if all(rows) or width >= _COLUMN else 0.08 * (names + 1)
     styles = dict(_styles(frame))
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(width, sum(heights) + 0.3))
+        figure = Figure(figsize=(width, sum(heights) + 0.3 + below))
         grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
         for (title, of), many, axes in zip(panels, rows, grid[:, 0], strict=True):
             axes.set_title(title, fontsize="medium", loc="left")
@@ -151,17 +156,19 @@ def _panels(
                 axes.set(xscale="log", xlabel=f"{name} ({of['x'].iloc[0]:,} {of['unit'].iloc[0]})")
                 _ticks(axes.xaxis)
             else:
-                for label in of["label"].unique():
+                for at, label in enumerate(of["label"].unique()):
                     line = of[of["label"] == label].sort_values("x")
-                    axes.errorbar(line["x"], line[value], yerr=_reach(line, value, low, high), label=label,
-                                  **styles[label])  # fmt: skip
+                    aside = 1.2 ** ((at + 0.5) / names - 0.5)  # lest intervals lie on one another
+                    axes.errorbar(aside * line["x"], line[value], yerr=_reach(line, value, low, high),
+                                  label=label, **styles[label])  # fmt: skip
                 axes.set(xscale="log", yscale="log", xlabel=of["unit"].iloc[0], ylabel=name)
                 axes.set_xticks(sorted(of["x"].unique()), [f"{x:,}" for x in sorted(of["x"].unique())])
                 axes.minorticks_off()
                 _ticks(axes.yaxis)
-                _legend(axes, width)
             if value == "ratio":
                 (axes.axvline if many else axes.axhline)(1, color="0.5", linewidth=0.8)
+        if not all(rows):
+            _legend(figure, width)
     return figure
 
 
@@ -172,12 +179,16 @@ def _reach(frame: pandas.DataFrame, value: str, low: str, high: str) -> Any:
 
 
 def _styles(frame: pandas.DataFrame) -> list[tuple[str, dict[str, Any]]]:
-    """A mark for each scheme, of a colour that no other has."""
-    looks = itertools.product(_MARKERS, _COLOURS)
-    return [
-        (label, {"marker": marker, "color": colour, "markersize": 3.5, "linewidth": 1, "elinewidth": 0.8})
-        for label, (marker, colour) in zip(sorted(frame["label"].unique()), looks, strict=False)
-    ]
+    """A mark and colour for each scheme that no other has: larger and black for schedules of one's own."""
+    own = set(frame.loc[frame["schedule"].notna(), "label"])
+    known, others = itertools.product(_MARKERS, _COLOURS), itertools.product(_OWN_MARKERS, ("black",))
+    found = []
+    for label in sorted(frame["label"].unique()):
+        marker, colour = next(others if label in own else known)
+        size, above = (5, 3) if label in own else (3, 2)
+        look = {"marker": marker, "color": colour, "markersize": size, "zorder": above}
+        found.append((label, {**look, "linewidth": 1, "elinewidth": 0.8, "capsize": 2.5}))
+    return found
 
 
 def _ticks(axis: Any) -> None:
@@ -187,9 +198,12 @@ def _ticks(axis: Any) -> None:
     axis.set_minor_formatter(ticker.NullFormatter())
 
 
-def _legend(axes: Axes, width: float) -> None:
-    """Beside the axes, or below them in a figure as narrow as a column."""
-    if width < 5:
-        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2, frameon=False)
-    else:
-        axes.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+def _legend(figure: Figure, width: float) -> None:
+    """One for all panels: beside them, or below them in a figure as narrow as a column."""
+    known = {
+        label: handle
+        for axes in figure.axes
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    at, columns = ("outside right center", 1) if width >= _COLUMN else ("outside lower center", 2)
+    figure.legend(known.values(), known.keys(), loc=at, ncols=columns, frameon=False)

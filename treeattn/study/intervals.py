@@ -25,8 +25,8 @@ from treeattn.collectives.clusters.description import Cluster
 ASSUMED = math.log(2) / 1.96
 #: Of the absolute value of a standard normal number.
 MEDIAN = 0.6745
-#: Steps that are simulated where they differ by chance.
-DRAWS = 16
+#: Steps that are simulated where they differ by chance: an odd number, so that one of them is the median.
+DRAWS = 15
 _MACHINES = 1 << 14  # that are drawn
 _PROBES = 10  # degrees of freedom: about so many kinds of probes tell what `scatter` is
 _LEAST = 1e-9  # microseconds: a step of one rank may take none

@@ -5,6 +5,7 @@ from __future__ import annotations
 import made_results
 import pandas
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from treeattn.errors import ArgumentError
 from treeattn.study import figures
@@ -39,11 +40,39 @@ def test_time_over_size_and_a_row_for_each_scheme_of_one_size(sizes):
     drawn = lines(reductions)
     assert drawn.keys() == set(made_results.SCHEMES)
     chain = sizes[(sizes["label"] == "binary_tree") & (sizes["what"] == "reduce")].sort_values("bytes")
-    assert drawn["binary_tree"] == list(zip(chain["bytes"], chain["time_us"], strict=True))
+    for (x, y), size, time in zip(drawn["binary_tree"], chain["bytes"], chain["time_us"], strict=True):
+        assert (x, y) == (pytest.approx(size, rel=0.1), time)  # beside the others' intervals
+    assert len({points[0][0] for points in drawn.values()}) == len(drawn)
     assert steps.get_xlabel() == "µs from the last entry (64 tokens)"
     fastest = sizes[sizes["what"] == "decode"].sort_values("time_us")["label"].tolist()
     assert [label.get_text() for label in steps.get_yticklabels()] == fastest[::-1]
     assert figure.get_size_inches()[0] == 5
+
+
+@pytest.mark.parametrize("width", [3.3, 6.5])
+def test_one_legend_that_covers_nothing_and_a_look_of_its_own_for_an_own_schedule(width):
+    """Intervals are wider than marks, even in a column."""
+    keys = [
+        key for heads in (1, 16) for key in made_results.keys(["mine@1", "chain", "ring"], [0], heads=heads)
+    ]
+    rows = [
+        made_results.row(key, n, schedule="{}" if "@" in key.scheme else None)
+        for key in keys
+        for n in range(6)
+    ]
+    figure = figures.time(pandas.DataFrame(summarise(rows)), width)
+    FigureCanvasAgg(figure).draw()
+    (legend,), (axes,) = figure.legends, figure.axes
+    assert sorted(text.get_text() for text in legend.get_texts()) == ["chain", "mine@1", "ring"]
+    assert not legend.get_window_extent().overlaps(axes.get_tightbbox())
+    looks = {}
+    for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+        line, caps, _ = handle.lines
+        looks[label] = (line.get_marker(), line.get_color())
+        assert all(cap.get_markersize() > 0.8 * line.get_markersize() for cap in caps)
+        assert len(caps) == 2
+    assert looks["mine@1"] == ("*", "black")
+    assert len(set(looks.values())) == 3
 
 
 def test_relative_to_the_baseline(sizes):

@@ -73,7 +73,7 @@ def test_arrivals_are_drawn():
     factors = [exp(0.1 * (draw % 4)) for draw in range(DRAWS)]
     drawn = [[10 * one for one in factors], [20 * one for one in factors]]
     first, second = estimates(machine(), [Cost({("", False): 10.0})] * 2, drawn=drawn)
-    assert first.time == pytest.approx(10 * exp(0.15))
+    assert first.time == pytest.approx(10 * exp(0.1))
     assert width(first.low, first.high) == pytest.approx(0.15)
     assert (second.ratio_low, second.ratio_high) == (pytest.approx(2), pytest.approx(2))
 

@@ -22,7 +22,7 @@ def completion():
     schedule = build("recursive_doubling", 8)
 
     def run(starts=None):
-        return simulate(schedule, cluster, PLACES, Payload(1, 1000), starts=starts).completion
+        return simulate(schedule, cluster, PLACES, Payload(1, 1000), starts=starts).time
 
     return run
 
@@ -43,15 +43,11 @@ def test_patterns_of_arrivals(text):
         assert steps.max() <= (100 if pattern.pattern != "exponential" else 3000)
 
 
-def test_arrivals_of_a_measured_trace(tmp_path):
-    path = tmp_path / "trace.csv"
-    path.write_text("# measured\n0, 5, 10\n3 0 0\n")
-    found = arrivals(str(path))
-    assert [found.starts(step, 3) for step in range(3)] == [[0, 5, 10], [3, 0, 0], [0, 5, 10]]
-    assert found.text.startswith("trace.csv@")
+def test_instants_of_each_rank():
+    found = arrivals("0+20us+1ms")
+    assert [found.starts(step, 3) for step in range(2)] == [[0.0, 20.0, 1000.0]] * 2
     with pytest.raises(ArgumentError, match="3 instants for 8 ranks"):
         found.check(8)
-    assert arrivals("0+20us+1ms").given == ((0.0, 20.0, 1000.0),)
 
 
 def test_a_late_rank_delays_the_step_and_an_early_one_does_not(completion):

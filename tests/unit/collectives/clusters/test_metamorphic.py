@@ -56,7 +56,8 @@ class Case:
         )
         self.schedule = Schedule("drawn", len(ranks), CHUNKS, rounds)
         self.payload = Payload(CHUNKS, draw.randint(1, 64))
-        self.starts = [draw.uniform(0, 20) for _ in ranks]
+        starts = [draw.uniform(0, 20) for _ in ranks]
+        self.starts = [start - min(starts) for start in starts]  # as times count, from the first on
 
     def _tier(self, name, joins, outer):
         draw = self.draw
