@@ -10,15 +10,14 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from treeattn.collectives.executors.lowering import (
-    Addresses,
+    Lowered,
     Planned,
     Regions,
     StepStruct,
     landing_records,
-    lower,
     messages_over,
     plan_program,
 )
@@ -40,16 +39,10 @@ _POLL_ONCE = ctypes.c_int64(0)
 _INTERVALS_PER_LOOK = 20
 
 
-class _Waiting(NamedTuple):
-    """How a flag or a request is polled: `spins` and `awake` of struct step."""
-
-    spins: int
-    awake: int
-
-
 # Where ranks share cores each poll in vain keeps another rank from running: 1000 then cost 2 to 5 times the
 # step. Ranks that only yield are slower by 2 to 100 times as soon as another process computes.
-_ALONE, _OVERSUBSCRIBED = _Waiting(1000, 2**63 - 1), _Waiting(20, 100_000)
+_ALONE = {"spins": 1000, "awake": 2**63 - 1}  # of struct step
+_OVERSUBSCRIBED = {"spins": 20, "awake": 100_000}
 
 
 def problem(spec: ReductionSpec) -> str | None:
@@ -106,29 +99,24 @@ class CompiledReducer(Reducer):
         self._ended = False
         self._bind(spec, planned, _OVERSUBSCRIBED if oversubscribed else _ALONE)
 
-    def _bind(self, spec: ReductionSpec, planned: Planned, waiting: _Waiting) -> None:
+    def _bind(self, spec: ReductionSpec, planned: Planned, waiting: dict[str, int]) -> None:
         operator: NativeOperator = spec.operator
         landing = HOST.empty((landing_records(self._program), operator.width), planned.records.dtype)
         regions = Regions(planned.records, landing)
         for number, instructions in self._program.by_round:
             self.messages.add(number, *regions.messages(instructions))
-        addresses = planned.records.ctypes.data, landing.ctypes.data
-        self._lowered = lower(
-            self._program,
-            Addresses(*addresses, self._slots, planned.records[:1].nbytes),
-            self.messages.rounds,
-        )
+        self._lowered = Lowered(self._program, regions, self._slots, self.messages.rounds)
         native = operator.native_code()
         self._struct = StepStruct(
             merge=native.merge,
             programs=self._lowered.addresses,
             length=len(self._lowered.rounds),
             number=1,
-            **waiting._asdict(),
+            **waiting,
             width=operator.width,
             **self.messages.fields(),
         )
-        self._owned, self._native = regions, native.run_step
+        self._native = native.run_step
         run_step = ctypes.CFUNCTYPE(ctypes.c_int64)(native.run_step)
         poll = functools.partial(run_step, ctypes.byref(self._struct), _POLL_ONCE)
         self._poll = self.messages.polled(poll)

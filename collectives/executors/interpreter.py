@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import NamedTuple
 
 from treeattn.collectives.executors.lowering import Planned, Regions, messages_over, plan_program
 from treeattn.collectives.program import Copy, Fold, Instruction, Region, in_place
@@ -51,13 +50,6 @@ class Interpreter(Regions):
                 yield self._operator.planned_merge(self.array(into), self.array(other))
 
 
-class PlannedRound(NamedTuple):
-    """What one rank does in a round: its messages, then the `calls` in order."""
-
-    number: int
-    calls: list[Callable[[], object]]
-
-
 class InterpretedReducer(Reducer):
     """A planned reduction of a buffer in place over all ranks of a communicator, of MPI or of torch.
 
@@ -79,13 +71,13 @@ class InterpretedReducer(Reducer):
         memory: Memory = spec.memory
         self._ready = memory.synchronize
         interpreter = Interpreter(spec, planned)
-        #: What this rank does in a step.
-        self.rounds: list[PlannedRound] = []
+        #: What this rank does in a step: of each round its number and, behind its messages, the calls.
+        self.rounds: list[tuple[int, list[Callable[[], object]]]] = []
         for number, instructions in planned.program.by_round:
             self.messages.add(number, *interpreter.messages(instructions))
-            self.rounds.append(PlannedRound(number, interpreter.calls(instructions)))
+            self.rounds.append((number, interpreter.calls(instructions)))
         self._at: int | None = None
-        self._left: list[PlannedRound] = []  # the next one last
+        self._left = self.rounds[:0]  # the next one last
         self.stream_ordered = self.idle = not self.rounds
 
     def waits_for(self) -> tuple[str, str]:
@@ -100,26 +92,26 @@ class InterpretedReducer(Reducer):
     def _post(self) -> None:
         """Start the messages of the next round, if there is one."""
         if self._left:
-            self._at = self._left[-1].number
+            self._at = self._left[-1][0]
             self._ready()
             self.messages.start(self._at)
 
     def _fold(self) -> None:
         """Fold what has come in that round, and post the one that follows."""
-        for call in self._left.pop().calls:
+        for call in self._left.pop()[1]:
             call()
         self._post()
 
     def _advance(self) -> bool:
         while self._left:
-            if not self.messages.test(self._left[-1].number):
+            if not self.messages.test(self._left[-1][0]):
                 return False
             self._fold()
         return True
 
     def _complete(self) -> None:
         while self._left:
-            self.messages.wait(self._left[-1].number)
+            self.messages.wait(self._left[-1][0])
             self._fold()
 
     def _release(self) -> None:

@@ -12,7 +12,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from treeattn.collectives.check import Certificate, prove
 from treeattn.collectives.program import (
@@ -112,11 +111,11 @@ class Regions:
     """Own records and the landing place of a program as arrays [records, width]."""
 
     def __init__(self, own: Array, landing: Array) -> None:
-        self._buffers = {OWN: own, LANDING: landing}
+        self.buffers = {OWN: own, LANDING: landing}
 
     def array(self, region: Region) -> Array:
         """The records of a region."""
-        return self._buffers[region.buffer][region.first : region.stop]
+        return self.buffers[region.buffer][region.first : region.stop]
 
     def messages(self, instructions: Sequence[Instruction]) -> tuple[list[PeerArray], list[PeerArray]]:
         """The messages of a round as (array, peer): what arrives, and what leaves."""
@@ -136,38 +135,10 @@ def messages_over(comm: Any, name: str) -> Messages:
     return MpiMessages(comm, name)
 
 
-class Addresses(NamedTuple):
-    """Addresses of the buffers of a rank: own records, where messages land, slots; and bytes of a record."""
-
-    own: int
-    landing: int
-    slots: Slots | None
-    record_bytes: int
-
-
-class Lowered(NamedTuple):
-    """Instructions of even and of odd steps, which differ in their slots only, and the round of each."""
-
-    arrays: tuple[NDArray[np.void], NDArray[np.void]]
-    rounds: list[int]
-
-    @property
-    def addresses(self) -> ctypes.Array[ctypes.c_void_p]:
-        """The addresses of both, as `StepStruct.programs` takes them."""
-        return (ctypes.c_void_p * 2)(*(array.ctypes.data for array in self.arrays))
-
-
 def landing_records(program: Program) -> int:
     """Records of the landing place, with room behind it for sums that begin in a slot of another rank."""
     folds = (i for i in program.instructions if isinstance(i, Fold))
     return program.landing + max((fold.into.records for fold in folds if _sums_in_slot(fold)), default=0)
-
-
-def lower(program: Program, buffers: Addresses, requests: Mapping[int, Requests]) -> Lowered:
-    """Lower a program. requests: of each round with messages; where these land is `landing_records` long."""
-    even, odd = (list(_Lowering(program, buffers, requests, parity).rows()) for parity in (0, 1))
-    arrays = (np.array([row for _, row in rows], _LAYOUT) for rows in (even, odd))
-    return Lowered((next(arrays), next(arrays)), [number for number, _ in even])
 
 
 def _sums_in_slot(fold: Fold) -> bool:
@@ -175,59 +146,73 @@ def _sums_in_slot(fold: Fold) -> bool:
     return fold.sources.index(fold.into) > 1 and fold.sources[0].buffer >= 0
 
 
-class _Lowering(NamedTuple):
-    program: Program
-    buffers: Addresses
-    requests: Mapping[int, Requests]
-    parity: int
+class Lowered:
+    """Instructions of even and of odd steps, which differ in their slots only, and the round of each."""
 
-    def rows(self) -> Iterator[tuple[int, _Row]]:
+    def __init__(
+        self, program: Program, regions: Regions, slots: Slots | None, requests: Mapping[int, Requests]
+    ) -> None:
+        """regions: of own records and of a landing place of `landing_records`. requests: of each round with
+        messages."""
+        self._program, self._slots, self._requests = program, slots, requests
+        self._buffers = regions.buffers
+        self._record_bytes = self._buffers[OWN][:1].nbytes
+        self._bases = {buffer: array.ctypes.data for buffer, array in self._buffers.items()}
+        even, odd = (list(self._rows(parity)) for parity in (0, 1))
+        self.rounds = [number for number, _ in even]
+        self.arrays = tuple(np.array([row for _, row in rows], _LAYOUT) for rows in (even, odd))
+
+    @property
+    def addresses(self) -> ctypes.Array[ctypes.c_void_p]:
+        """The addresses of both, as `StepStruct.programs` takes them."""
+        return (ctypes.c_void_p * 2)(*(array.ctypes.data for array in self.arrays))
+
+    def _rows(self, parity: int) -> Iterator[tuple[int, _Row]]:
         """The rows of all rounds, each with its number. Messages start first and are waited for last."""
-        for number, instructions in self.program.by_round:
-            if number in self.requests:
+        for number, instructions in self._program.by_round:
+            if number in self._requests:
                 yield number, self._messages(START, number)
             for instruction in instructions:
-                for row in self._lowered(instruction):
+                for row in self._lowered(instruction, parity):
                     yield number, row
 
-    def _lowered(self, i: Instruction) -> Iterator[_Row]:
+    def _lowered(self, i: Instruction, parity: int) -> Iterator[_Row]:
         if isinstance(i, Publish):
-            yield PUBLISH, 0, self._flag(self.program.rank, i.round), 0, 0
+            yield PUBLISH, 0, self._flag(self._program.rank, i.round, parity), 0, 0
         elif isinstance(i, Await):
             for rank in i.ranks:
-                yield AWAIT, 0, self._flag(rank, i.round, i.steps_ago), 0, i.steps_ago
-            if i.round in self.requests:
+                yield AWAIT, 0, self._flag(rank, i.round, (parity + i.steps_ago) % 2), 0, i.steps_ago
+            if i.round in self._requests:
                 yield self._messages(WAIT, i.round)
         elif isinstance(i, Copy):
-            yield self._copy(i.into, i.source)
+            yield self._copy(i.into, i.source, parity)
         elif isinstance(i, Fold):
-            yield from self._fold(i)
+            yield from self._fold(i, parity)
 
-    def _fold(self, fold: Fold) -> Iterator[_Row]:
+    def _fold(self, fold: Fold, parity: int) -> Iterator[_Row]:
         if _sums_in_slot(fold):
             first, *others = fold.sources
-            place = Region(LANDING, self.program.landing, first.records)
-            yield self._copy(place, first)
+            place = Region(LANDING, self._program.landing, first.records)
+            yield self._copy(place, first, parity)
             fold = fold._replace(sources=(place, *others))
         for into, sources in in_place(fold):
             for source in sources:
-                yield MERGE, 0, self._address(into), self._address(source), into.records
+                yield MERGE, 0, self._address(into, parity), self._address(source, parity), into.records
 
     def _messages(self, kind: int, number: int) -> _Row:
-        return kind, self.requests[number].number, self.requests[number].address, 0, 0
+        return kind, self._requests[number].number, self._requests[number].address, 0, 0
 
-    def _copy(self, into: Region, source: Region) -> _Row:
-        return COPY, 0, self._address(into), self._address(source), into.records * self.buffers.record_bytes
+    def _copy(self, into: Region, source: Region, parity: int) -> _Row:
+        size = into.records * self._record_bytes
+        return COPY, 0, self._address(into, parity), self._address(source, parity), size
 
-    def _flag(self, rank: int, number: int, steps_ago: int = 0) -> int:
-        assert self.buffers.slots is not None
-        return self.buffers.slots.flag(rank, number, (self.parity + steps_ago) % 2)
+    def _flag(self, rank: int, number: int, parity: int) -> int:
+        assert self._slots is not None
+        return self._slots.flag(rank, number, parity)
 
-    def _address(self, region: Region) -> int:
-        own, landing, slots, record_bytes = self.buffers
-        if region.buffer >= 0:
-            assert slots is not None
-            base = slots.records(region.buffer, self.parity)
-        else:
-            base = own if region.buffer == OWN else landing
-        return base + region.first * record_bytes
+    def _address(self, region: Region, parity: int) -> int:
+        base = self._bases.get(region.buffer)
+        if base is None:
+            assert self._slots is not None
+            base = self._slots.records(region.buffer, parity)
+        return base + region.first * self._record_bytes

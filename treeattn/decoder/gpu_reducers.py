@@ -14,7 +14,7 @@ import functools
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from treeattn import partial
 from treeattn.backends import cpu
@@ -25,13 +25,10 @@ from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder.reducers import by_module, over_mpi, refuse
+from treeattn.decoder.reducers import over_mpi, refuse
 from treeattn.errors import TransportError, TreeattnError
 from treeattn.mpi import communicators, library
 from treeattn.mpi.communicators import Agreement, collectively
-
-if TYPE_CHECKING:
-    from treeattn.collectives.executors import peer
 
 
 def _over_nccl(
@@ -45,7 +42,7 @@ def _over_nccl(
 
     def planned() -> Reducer:
         if schedule is None:
-            return by_module(selection, connected)
+            return selection.row.plan(connected, **selection.parameters)
         return over_nccl.plan(connected, schedule)
 
     try:
@@ -78,15 +75,25 @@ def _check_nccl(comm: Communicator, stream: Runtime) -> None:
 def _over_peers(
     selection: Selection, schedule: Schedule | None, reduction: ReductionSpec, executor: str | None
 ) -> Reducer:
+    from treeattn.collectives.executors import nccl as over_nccl
     from treeattn.collectives.executors import peer
 
     refuse(executor, "here one kernel runs them")
     assert schedule is not None, f"{selection.text}: only schedules have this transport"
     comm, nodes = reduction.comm, communicators.node_groups(reduction.comm)
+    communicator: nccl.NcclCommunicator | None = None
     if len(nodes) > 1:
-        windows, reducer = _between_nodes(reduction, schedule, nodes)
+        with _for_other_nodes():
+            communicator = connected_by_nccl(comm, reduction.memory)
+    try:
+        windows = collectively(comm, lambda: peer.Windows(reduction, schedule, nodes))
+    except TreeattnError:
+        if communicator:
+            communicator.abort()
+        raise
+    if communicator:
+        reducer: Reducer = over_nccl.plan_between_nodes(windows, communicator, reduction.memory)
     else:
-        windows = peer.Windows(reduction, schedule, nodes)
         reducer = peer.PeerReducer(windows, reduction.memory)
     try:
         exposed = comm.allgather(collectively(comm, windows.expose))
@@ -95,22 +102,6 @@ def _over_peers(
         reducer.close()
         raise
     return reducer
-
-
-def _between_nodes(
-    reduction: ReductionSpec, schedule: Schedule, nodes: tuple[tuple[int, ...], ...]
-) -> tuple[peer.Windows, Reducer]:
-    from treeattn.collectives.executors import nccl as over_nccl
-    from treeattn.collectives.executors import peer
-
-    with _for_other_nodes():
-        communicator = connected_by_nccl(reduction.comm, reduction.memory)
-    try:
-        windows = collectively(reduction.comm, lambda: peer.Windows(reduction, schedule, nodes))
-    except TreeattnError:
-        communicator.abort()
-        raise
-    return windows, over_nccl.plan_between_nodes(windows, communicator, reduction.memory)
 
 
 @contextlib.contextmanager

@@ -183,12 +183,8 @@ def over_mpi(
     if schedule is None:
         if selection.row.compiled:
             collectively(reduction.comm, reduction.operator.mpi_function)
-        return by_module(selection, reduction)
+        return selection.row.plan(reduction, **selection.parameters)
     return run_rounds(executor, schedule, reduction)
-
-
-def by_module(selection: Selection, reduction: ReductionSpec) -> Reducer:
-    return selection.row.plan(reduction, **selection.parameters)
 
 
 # Library -> executors that send by another.

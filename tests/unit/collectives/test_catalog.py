@@ -74,14 +74,6 @@ def test_nodes_may_hold_any_ranks_in_any_number(name, size, rng):
 # Rows
 
 
-def test_names_are_the_names_of_files_and_functions():
-    for name in SCHEDULES:
-        generator = CATALOG[name].generator
-        assert generator is not None
-        assert generator.__name__ == name
-        assert generator.__module__ == f"treeattn.collectives.schemes.{name}"
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_parameters_are_those_of_the_generator(name):
     row = CATALOG[name]
@@ -195,6 +187,7 @@ NOT_BUILT = [
     ("k_nomial_tree", 4, {"radix": 1}, ScheduleError, "radix=1 is not allowed"),
     ("k_nomial_tree", 4, {"radius": 1}, ScheduleError, "has no parameter 'radius'; did you mean radix?"),
     ("k_nomial_tree:radix=4", 4, {"radix": 4}, ScheduleError, "radix is given twice: in 'k_nomial_tree:radi"),
+    ("mpi_allreduce", 4, {}, ScheduleError, f"has no schedule; schedules: {', '.join(SCHEDULES)}$"),
     (build("chain", 3), 5, {}, ScheduleError, "is not the name of a scheme: it is a schedule already"),
     *(("chain", size, {}, ScheduleError, "is not a number of ranks") for size in (0, -3, 2.0, "4", None)),
     *(
@@ -236,12 +229,6 @@ NOT_BUILT = [
 def test_what_cannot_be_built_is_named(scheme, size, params, error, words):
     with pytest.raises(error, match=words):
         build(scheme, size, **params)
-
-
-def test_library_reducers_have_no_schedule():
-    known = ", ".join(names("schedule"))
-    with pytest.raises(ScheduleError, match=f"reducer of a library and has no schedule; schedules: {known}$"):
-        build("mpi_allreduce", 4)
 
 
 # The walk of the contributing guide

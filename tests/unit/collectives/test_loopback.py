@@ -10,9 +10,9 @@ from catalog_variants import VARIANTS, built
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support import verbs
 from tests.support.drawn import examples
-from tests.support.schedules import different_brackets, schedules
+from tests.support.partials import partials as ranks
+from tests.support.schedules import schedules
 from treeattn.backends import cpu
 from treeattn.collectives import Schedule, Transfer, build, check, names
 from treeattn.collectives.executors import loopback
@@ -32,20 +32,10 @@ class Words:
 
 
 EXACT = cpu.MergeOperator(3, np.float64)
-IDENTITY = [-np.inf, 0, 0, 0, 0]
 
 
-def random_partials(size, records, dtype=np.float64, seed=0):
-    rng = np.random.default_rng([seed, size, records])
-    made = []
-    for _ in range(size):
-        maximum = rng.normal(0, 8, (records, 1))
-        denominator = rng.uniform(1, 50, (records, 1))
-        numerator = rng.normal(0, 10, (records, 3))
-        partial = np.concatenate([maximum, denominator, numerator], axis=1)
-        partial[rng.random(records) < 0.2] = IDENTITY  # the partial of an empty shard
-        made.append(partial.astype(dtype))
-    return made
+def exact(size, records):
+    return [one.astype(np.float64) for one in ranks(size, records, 3)]
 
 
 def direct_merge(partials):
@@ -72,7 +62,7 @@ SEEDS = st.integers(0, 999)
 def test_it_is_the_direct_merge(schedule, records, seed):
     """With the same bits on every rank; also of fewer records than chunks. The partials stay as they are."""
     for dtype, tolerance in ((np.float64, 1e-13), (np.float32, 1e-5)):
-        partials = random_partials(schedule.size, records, dtype, seed)
+        partials = [one.astype(dtype) for one in ranks(schedule.size, records, 3, seed)]
         expected, copies = direct_merge(partials), [partial.copy() for partial in partials]
         results = loopback.run(schedule, partials, cpu.MergeOperator(3, dtype))
         result = gathered(schedule, results)
@@ -84,48 +74,10 @@ def test_it_is_the_direct_merge(schedule, records, seed):
             assert not np.shares_memory(partial, result)
 
 
-@given(SCHEDULES, SEEDS)
-@examples(100)
-def test_exact_inputs_give_one_bit_pattern_in_every_scheme(schedule, seed):
-    """Equal maxima and small integers: every order of merges is exact, so any difference is a defect."""
-    partials = list(np.random.default_rng(seed).integers(1, 100, (schedule.size, 20, 5)).astype(np.float32))
-    for partial in partials:
-        partial[:, 0] = 7
-    partials[seed % schedule.size][:] = IDENTITY if schedule.size > 1 else 7
-    expected = np.sum([partial for partial in partials if partial[0, 1]], axis=0)
-    expected[:, 0] = 7
-    results = loopback.run(schedule, partials, cpu.MergeOperator(3))
-    assert gathered(schedule, results).tobytes() == expected.tobytes()
-
-
-@given(SCHEDULES, SEEDS)
-@examples(100)
-def test_a_maximum_of_minus_infinity_counts_for_nothing_whatever_is_left_over(schedule, seed):
-    """To the bit what the identity gives, also where no other rank is."""
-    operator, rank = cpu.MergeOperator(3), seed % schedule.size
-    clean = random_partials(schedule.size, 24, np.float32, seed)
-    clean[rank][:] = IDENTITY
-    soiled = [array.copy() for array in clean]
-    soiled[rank][:, 1:] = np.resize([1, np.inf, np.nan, -2], (24, 1))
-    expected, got = (finished(loopback.run(schedule, given, operator)) for given in (clean, soiled))
-    for ours, theirs in zip(got, expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-def finished(results):
-    """out and lse, side by side, of every rank's records."""
-    for records in results:
-        out = np.empty((1, 1, len(records), 3), np.float32)
-        lse = np.empty((1, len(records), 1), np.float32)
-        if len(records):
-            verbs.finish(cpu, np.ascontiguousarray(records).reshape(1, -1, 1, 5), out, lse)
-        yield np.concatenate((out[0, 0], lse[0]), axis=1)
-
-
 @given(st.sampled_from([name for name in names("schedule") if name != "head_scatter"]), st.integers(1, 13))
 @examples(60)
 def test_the_root_has_the_bits_of_every_rank(name, size):
-    values = random_partials(size, 2 * size + 1)
+    values = exact(size, 2 * size + 1)
     everywhere = loopback.run(build(name, size), values, EXACT)
     root, *others = loopback.run(build(name, size, result="root"), values, EXACT)
     assert root.tobytes() == everywhere[0].tobytes()
@@ -150,19 +102,8 @@ def test_transfers_read_the_state_before_the_round():
     assert words(Schedule("pass_on", 3, 1, (pass_on, finish, copies))) == ["(a(bc))"] * 3
 
 
-def test_without_a_class_results_are_exact_and_ranks_end_with_unlike_bits():
-    """What class none warns of happens: so the class says something."""
-    schedule = different_brackets()
-    assert check(schedule).determinism == "none"
-    partials = random_partials(schedule.size, 200)
-    for result in loopback.run(schedule, partials, EXACT):
-        np.testing.assert_allclose(result, direct_merge(partials), rtol=1e-12, atol=1e-12)
-    rounded = [partial.astype(np.float32) for partial in partials]
-    assert len({result.tobytes() for result in loopback.run(schedule, rounded, cpu.MergeOperator(3))}) > 1
-
-
 def test_partials_that_do_not_fit_are_refused():
-    schedule, partials = build("chain", 3), random_partials(3, 4)
+    schedule, partials = build("chain", 3), exact(3, 4)
     with pytest.raises(ArgumentError, match="chain is for 3 ranks, but there are 2 partials"):
         loopback.run(schedule, partials[:2], EXACT)
     with pytest.raises(
@@ -176,4 +117,4 @@ def test_partials_that_do_not_fit_are_refused():
 def test_a_schedule_that_does_not_check_does_not_run():
     schedule = build("chain", 3)
     with pytest.raises(ScheduleError, match="lacks rank 2"):
-        loopback.run(replace(schedule, rounds=schedule.rounds[1:]), random_partials(3, 4), EXACT)
+        loopback.run(replace(schedule, rounds=schedule.rounds[1:]), exact(3, 4), EXACT)

@@ -19,7 +19,7 @@ from tests.support.reducer_contract import OPERATOR
 from treeattn.backends.cpu import compiled_kernels_problem
 from treeattn.collectives import build, names, to_root
 from treeattn.collectives.executors import loopback
-from treeattn.collectives.executors.lowering import Addresses, Lowered, landing_records, lower, plan_program
+from treeattn.collectives.executors.lowering import Lowered, Regions, landing_records, plan_program
 from treeattn.collectives.executors.slots import SharedPart, Slots, set_bytes
 from treeattn.collectives.runtime.reducer import ReductionSpec
 
@@ -70,8 +70,8 @@ def virtual_node(schedule, records, slots=Slots):
     ranks = []
     for planned, buffer in zip(plans, buffers, strict=True):
         landing = block.empty((landing_records(planned.program), OPERATOR.width))
-        addresses = buffer.ctypes.data, landing.ctypes.data, slots(parts, planned.program, row), row
-        ranks.append(VirtualRank(buffer, lower(planned.program, Addresses(*addresses), {})))
+        of_node = slots(parts, planned.program, row)
+        ranks.append(VirtualRank(buffer, Lowered(planned.program, Regions(buffer, landing), of_node, {})))
     return block, ranks
 
 

@@ -12,20 +12,6 @@ from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.schedule import Payload
 from treeattn.errors import ArgumentError
 
-PLACES = tuple(range(8))
-
-
-@pytest.fixture
-def completion():
-    """Of a step of 8 ranks with these arrivals."""
-    cluster = with_executor(two_tiers(4, 2, within=1.0, between=10.0, bandwidth=1.0, cards=2), round=2.0)
-    schedule = build("recursive_doubling", 8)
-
-    def run(starts=None):
-        return simulate(schedule, cluster, PLACES, Payload(1, 1000), starts=starts).time
-
-    return run
-
 
 @pytest.mark.parametrize("text", ["random:100us", "exponential:0.1ms", "ascending:100us", "late:100us"])
 def test_patterns_of_arrivals(text):
@@ -50,9 +36,15 @@ def test_instants_of_each_rank():
         found.check(8)
 
 
-def test_a_late_rank_delays_the_step_and_an_early_one_does_not(completion):
-    assert completion([0.0] * 7 + [50.0]) == pytest.approx(completion() + 50)
-    assert completion([50.0] * 8) == pytest.approx(completion())
+def test_a_late_rank_delays_the_step_and_an_early_one_does_not():
+    cluster = with_executor(two_tiers(4, 2, within=1.0, between=10.0, bandwidth=1.0, cards=2), round=2.0)
+    schedule, places = build("recursive_doubling", 8), tuple(range(8))
+    together, late, all_late = (
+        simulate(schedule, cluster, places, Payload(1, 1000), starts=starts).time
+        for starts in (None, [0.0] * 7 + [50.0], [50.0] * 8)
+    )
+    assert late == pytest.approx(together + 50)
+    assert all_late == pytest.approx(together)
 
 
 @pytest.mark.parametrize("text", ["", "early:5us", "random", "random:5", "none.csv", "0+5", "5us"])

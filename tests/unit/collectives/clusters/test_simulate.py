@@ -208,12 +208,6 @@ def test_rendezvous_waits_for_the_receiver():
         assert sum(s.microseconds for s in critical_path(found)) == pytest.approx(found.time)
 
 
-def test_a_late_rank_delays_those_who_wait_for_it():
-    cluster = two_tiers(1, 8, within=1.0)
-    late = simulate(build("recursive_doubling", 8), cluster, tuple(range(8)), starts=[0.0] * 7 + [50.0])
-    assert late.time == pytest.approx(53.0)
-
-
 def test_the_floor_spreads_news():
     assert spread(8, 1, 1.0, 1.0) == 3  # doubling
     assert spread(9, 8, 1.0, 1.0) == 1  # all at once
