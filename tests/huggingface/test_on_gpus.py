@@ -168,9 +168,9 @@ def test_caches_lie_in_the_memory_of_torchs_pool(runtime, written, monkeypatch):
                 assert any(room.data_ptr() <= at < room.data_ptr() + room.numel() for room in rooms)
 
 
-def test_work_is_queued_to_torchs_current_stream(comm, runtime, written, monkeypatch):
-    """As under ``torch.cuda.stream``, and in a step it is not waited for."""
-    streams, queue, put = set(), runtime.queue, DeviceArray.__setitem__
+def test_work_is_queued_to_torchs_current_stream(comm, runtime, written, nccl_communicators, monkeypatch):
+    """As under ``torch.cuda.stream``, and waited for once, where a prefill leaves its ring, by NCCL."""
+    waits, streams, queue, put = [], set(), runtime.queue, DeviceArray.__setitem__
 
     def queued(work):
         streams.add(runtime.stream)
@@ -180,17 +180,16 @@ def test_work_is_queued_to_torchs_current_stream(comm, runtime, written, monkeyp
         streams.add(runtime.stream)
         put(array, index, value)
 
-    def waited():
-        raise AssertionError("the host waited for the stream")
-
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(runtime, "queue", queued)
     monkeypatch.setattr(DeviceArray, "__setitem__", assigned)
     written()
     assert streams == {7}
-    if comm.size == 1:  # else a prefill goes round by the host
-        monkeypatch.setattr(runtime, "synchronize", waited)
-        written(saved=False)
+    synchronize = runtime.synchronize
+    monkeypatch.setattr(runtime, "synchronize", lambda: waits.append(synchronize()))
+    written(saved=False)
+    assert len(waits) == (comm.size > 1)
+    assert len(nccl_communicators) == 2 * (comm.size > 1)
 
 
 def copied_by_numpy(layer, rows):

@@ -163,10 +163,10 @@ def _check_cuda_mpi(comm: Communicator, runtime: Runtime) -> None:
 def problems(comm: Communicator, runtime: Runtime) -> dict[str, str | None]:
     """Transport of GPUs -> why these ranks cannot take it, with the remedy; None where they can. Collective,
     and the same on every rank."""
-    return {name: _problem(name, comm, runtime) for name, device in DEVICES.items() if device == "cuda"}
+    return {name: problem(name, comm, runtime) for name, device in DEVICES.items() if device == "cuda"}
 
 
-def _problem(name: str, comm: Communicator, runtime: Any) -> str | None:
+def problem(name: str, comm: Communicator, runtime: Any) -> str | None:
     check = {"nccl": _check_nccl, "peer": _check_peers, "cuda-mpi": _check_cuda_mpi}.get(name)
     try:
         if check is not None:
@@ -182,14 +182,14 @@ def first(names: tuple[str, ...], comm: Communicator, runtime: Any) -> str:
     there is none."""
     nodes, lacking = communicators.node_groups(comm), list[str]()
     for name in ("nccl",) if len(nodes) == comm.size else names:
-        problem = _problem(name, comm, runtime)
-        if problem is None:
+        lacks = problem(name, comm, runtime)
+        if lacks is None:
             near = "peer memory" if len(nodes) == 1 else "peer memory within nodes and NCCL between them"
             by = near if name == "peer" else "NCCL"
             if comm.rank == 0:
                 say("; ".join([f"records travel from GPU to GPU by {by} (transport={name!r})", *lacking]))
             return name
-        lacking.append(f"no transport={name!r}: {problem}")
+        lacking.append(f"no transport={name!r}: {lacks}")
     raise TransportError(
         f"{'; '.join(lacking)}; transport='host' copies through the memory of the hosts, where it is named"
     )

@@ -1,15 +1,15 @@
 """Attention of many queries that are sharded as the keys are: every rank attends with its own tokens.
 
 Blocks of keys and values go round, a rank attends to one while the next arrives, and merges; no rank ever
-holds more than two. Masks are by position, so that any sharding is causal; zigzag balances the work. Keys and
-values travel from the host, those of a GPU staged through it.
+holds more than two. Masks are by position, so that any sharding is causal; zigzag balances the work. Between
+GPUs keys and values travel by NCCL, or, where ranks do not meet by it, through the hosts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from treeattn.attention import arrays
 from treeattn.attention.arguments import Rules, read_positions
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
-from treeattn.attention.shape import DTYPES, Shape, query_dtype
+from treeattn.attention.shape import DTYPES, Shape, bits_of, query_dtype
 from treeattn.backends.device import Device, find
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator, Given
@@ -30,6 +30,9 @@ from treeattn.mpi import communicators
 from treeattn.mpi.communicators import Agreement
 from treeattn.partial import Array
 from treeattn.shards import parts
+
+if TYPE_CHECKING:
+    from treeattn.collectives.runtime.nccl import NcclCommunicator
 
 CAUSAL = Rules(causal=True)
 
@@ -123,12 +126,14 @@ def prefill(
 
 
 class _Ring:
-    """Blocks [batch, tokens, kv_heads, width] go from rank to rank as bytes; each is attended to while the
-    next arrives."""
+    """Blocks [batch, tokens, kv_heads, width] go from rank to rank: from the host, and each is attended to
+    while the next arrives; or by NCCL, queued to the GPU."""
 
-    def __init__(self, shards: Sequence[Runs], rank: int, device: Device, shape: Shape) -> None:
+    def __init__(
+        self, shards: Sequence[Runs], rank: int, device: Device, shape: Shape, nccl: NcclCommunicator | None
+    ) -> None:
         size = len(shards)
-        self.shards, self.rank, self.device = shards, rank, device
+        self.shards, self.rank, self.device, self._nccl = shards, rank, device, nccl
         self._elements = DTYPES[shape.dtype]
         self._rows = [(shape.batch, shape.kv_heads, width) for width in (shape.head_dim, shape.v_dim)]
         self._before, self._after = (rank - 1) % size, (rank + 1) % size
@@ -145,7 +150,7 @@ class _Ring:
         """Copy both, one after the other, into a flat array of elements."""
         middle, end = np.cumsum(self.count(k.shape[1]))
         for part, array in ((into[:middle], k), (into[middle:end], v)):
-            rows = self.device.readable(array)
+            rows = self.device.readable(array) if self._nccl is None else array
             part.reshape(rows.shape)[...] = rows.view(part.dtype)
 
     def unpacked(self, flat: Array, tokens: int) -> list[Array]:
@@ -157,10 +162,14 @@ class _Ring:
 
     def empty(self, tokens: int) -> Array:
         """Room for both, of so many tokens: flat, of words that every communicator can send."""
-        return np.empty(sum(self.count(tokens)), f"u{self._elements.itemsize}")
+        empty: Callable[..., Array] = np.empty if self._nccl is None else self.device.memory.empty
+        return empty((sum(self.count(tokens)),), f"u{self._elements.itemsize}")
 
     def arrived(self, rows: Array) -> Array:
         """Rows of words as the device's."""
+        if self._nccl is not None:
+            made: Array = rows.view(bits_of(self._elements.name) or self._elements)
+            return made
         return self.device.from_host(np.ascontiguousarray(rows).view(self._elements))
 
     def blocks(self, comm: Any, k: Array, v: Array) -> Iterator[Block]:
@@ -175,8 +184,13 @@ class _Ring:
             runs, following = (self.shards[(self.rank - step - n) % size] for n in (0, 1))
             wait: Callable[[], object] = tuple
             if step < size - 1:
-                lengths = [sum(self.count(len(one))) for one in (following, runs)]
-                wait = comm.exchange((coming[: lengths[0]], self._before), (held[: lengths[1]], self._after))
+                ends = [sum(self.count(len(one))) for one in (following, runs)]
+                into, out = coming[: ends[0]], held[: ends[1]]
+                if self._nccl is None:
+                    wait = comm.exchange((into, self._before), (out, self._after))
+                else:
+                    words = into.view(np.float32), out.view(np.float32)  # heads are multiples of 8
+                    self._nccl.exchange([(words[0], self._before)], [(words[1], self._after)])
             if step:
                 k, v = map(self.arrived, self.unpacked(held, len(runs)))
             yield runs, k, v
@@ -254,9 +268,10 @@ class Prefill:
             agreed.share = declared
         shards = agreed_runs(agreed.gathered)
         assert shards is not None
+        self._nccl = _between_gpus(comm, place) if place.name == "cuda" and comm.size > 1 else None
         with Agreement(comm):  # all that a rank may have no memory for, before another waits for it
             self._shape, self._device = shape, place
-            self._ring = _Ring(shards, comm.rank, place, shape)
+            self._ring = _Ring(shards, comm.rank, place, shape, self._nccl)
             stands = shards[comm.rank].positions()
             if reproducible == "blocks":
                 check_blocks(shards[comm.rank], comm.size)
@@ -315,6 +330,9 @@ class Prefill:
         """Give the communicator back. Collective; a second call does nothing."""
         self._owner.check()
         if self._comm is not None:
+            if self._nccl is not None:
+                self._device.memory.synchronize()
+                self._nccl.close()
             self._comm.free()
             self._comm = None
 
@@ -325,6 +343,17 @@ class Prefill:
         """Not after an exception, when other ranks may wait elsewhere."""
         if exception[0] is None:
             self.close()
+
+
+def _between_gpus(comm: Communicator, device: Any) -> NcclCommunicator | None:
+    """NCCL, or None where blocks go through the hosts, which rank 0 says. Collective."""
+    from treeattn.decoder import gpu_reducers
+
+    problem = gpu_reducers.problem("nccl", comm, device.memory)
+    if comm.rank == 0:
+        way = f"the memory of the hosts: {problem}" if problem else "NCCL"
+        gpu_reducers.say(f"blocks of prompts travel by {way}")
+    return None if problem else gpu_reducers.connected_by_nccl(comm, device.memory)
 
 
 class _Queries:
