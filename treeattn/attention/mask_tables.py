@@ -113,10 +113,17 @@ class MaskTables:
         stands = self.q_positions if q_positions is None else q_positions
         self.update(Runs([(0, 1, tokens)]), tokens, lengths, stands, mask, draft_positions, begins)
 
-    def sees_draft(self, row: int, query: int) -> Array:
-        """Which drafts a query sees, bool [drafts]."""
+    def seen(self, row: int, query: int) -> tuple[Array, Array | None]:
+        """The tokens that a query sees, int64, and where they stand, float64, if a rule asks for that."""
+        pieces = self.intervals[row, query].reshape(2, 2).tolist()
         bits = np.unpackbits(self.mask[row, query].astype("<u4").view(np.uint8), bitorder="little")
-        return bits[: self.drafts].astype(bool)
+        drafts = np.flatnonzero(bits[: self.drafts])
+        context = [np.arange(*piece) for piece in pieces]
+        tokens = np.concatenate([*context, self.draft_begins[row] + drafts])
+        if self.rules.alibi is None:
+            return tokens, None
+        stands = [self.runs.positions(*piece) for piece in pieces if piece[0] < piece[1]]
+        return tokens, np.concatenate([*stands, self.draft_positions[row, drafts]]).astype(np.float64)
 
     def _context(self, tokens: int, lengths: ArrayLike | None) -> int | Array:
         """Tokens before the drafts: one number for all sequences, or int64 [batch]."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -39,10 +40,10 @@ def partial_attention(
     Arguments as of `treeattn.backends.cpu.PlannedAttention` and its calls; records are float32 or float64.
     """
     if k_scale is not None:  # of q instead: fewer products
-        q = _wide(q, records.dtype) * np.repeat(k_scale, q.shape[2] // k.shape[2])[:, None]
+        q = wide(q, records.dtype) * np.repeat(k_scale, q.shape[2] // k.shape[2])[:, None]
     partial.set_identity(records)
     for b in range(q.shape[0]):
-        cache = _Sequence(k, v, b, block_table)
+        cache = Sequence(k, v, b, block_table)
         if tables is not None:
             _masked_row(q[b], cache, records[b], scale, tables, b)
             continue
@@ -73,7 +74,7 @@ def _merged(earlier: Array, later: Array) -> Array:
     return earlier
 
 
-class _Sequence(NamedTuple):
+class Sequence(NamedTuple):
     """Keys and values of one batch row, wherever they lie."""
 
     k: Array
@@ -91,37 +92,18 @@ class _Sequence(NamedTuple):
         return rows_of(self.k, table, tokens), rows_of(self.v, table, tokens)
 
 
-def _masked_row(q: Array, cache: _Sequence, records: Array, scale: float, tables: MaskTables, b: int) -> None:
+def _masked_row(q: Array, cache: Sequence, records: Array, scale: float, tables: MaskTables, b: int) -> None:
     """One batch row, query by query: what a query does not see is not looked at."""
     rules = tables.rules
-    for i, (first, first_end, second, second_end) in enumerate(tables.intervals[b].tolist()):
-        pieces = [
-            slice(begin, min(begin + _BLOCK, end))
-            for start, end in ((first, first_end), (second, second_end))
-            for begin in range(start, end, _BLOCK)
-        ]
-        chosen: list[tuple[slice | Array, Array | int]]
-        chosen = [(piece, _positions(tables, piece)) for piece in pieces]
-        drafts = np.flatnonzero(tables.sees_draft(b, i))
-        if drafts.size:
-            chosen.append((tables.draft_begins[b] + drafts, tables.draft_positions[b, drafts]))
-        distances = (tables.q_positions[b, i] - positions for _, positions in chosen)
-        logits = (_Logits(rules.softcap or 0, rules.alibi, distance) for distance in distances)
-        own = np.ascontiguousarray(records[:, i : i + 1])
-        one = q[i : i + 1]
-        _merge_all(
-            own,
-            (
-                _block(one, *cache.rows(tokens), scale, records.dtype, how)
-                for (tokens, _), how in zip(chosen, logits, strict=True)
-            ),
-        )
+    for i in range(len(q)):
+        tokens, stands = tables.seen(b, i)
+        distance = 0 * tokens if stands is None else tables.q_positions[b, i] - stands
+        parts = [slice(begin, begin + _BLOCK) for begin in range(0, len(tokens), _BLOCK)]
+        logits = (_Logits(rules.softcap or 0, rules.alibi, distance[part]) for part in parts)
+        own, rows = np.ascontiguousarray(records[:, i : i + 1]), (cache.rows(tokens[part]) for part in parts)
+        some = zip(rows, logits, strict=True)
+        _merge_all(own, (_block(q[i : i + 1], *kv, scale, records.dtype, how) for kv, how in some))
         records[:, i : i + 1] = own
-
-
-def _positions(tables: MaskTables, piece: slice) -> Array | int:
-    """Positions of a slice of the shard's tokens, where a rule needs them; else 0."""
-    return 0 if tables.rules.alibi is None else tables.runs.positions(piece.start, piece.stop)
 
 
 class _Logits(NamedTuple):
@@ -129,7 +111,7 @@ class _Logits(NamedTuple):
 
     softcap: float
     slopes: ArrayLike | None
-    distance: Array | int
+    distance: Array
 
     def of(self, scores: Array) -> Array:
         """scores: [kv_heads, heads of a group, tokens]."""
@@ -146,22 +128,23 @@ def _block(q: Array, k: Array, v: Array, scale: float, dtype: Any, logits: _Logi
     queries, heads, head_dim = q.shape
     kv_heads = k.shape[1]
     # [kv_heads, rows, head_dim] with rows = (heads of the group, queries): the order of records
-    rows = _wide(q, dtype).transpose(1, 0, 2).reshape(kv_heads, -1, head_dim) * dtype.type(scale)
+    rows = wide(q, dtype).transpose(1, 0, 2).reshape(kv_heads, -1, head_dim) * dtype.type(scale)
     with np.errstate(all="ignore"):
-        scores = rows @ _wide(k, dtype).transpose(1, 2, 0)
+        scores = rows @ wide(k, dtype).transpose(1, 2, 0)
         if logits is not None:
             scores = logits.of(scores)
         maximum = scores.max(axis=-1, keepdims=True)
         weights = np.exp(scores - np.where(maximum == -np.inf, 0, maximum))
         denominator = weights.sum(axis=-1, keepdims=True)
-        numerator = weights @ _wide(v, dtype).transpose(1, 0, 2)
+        numerator = weights @ wide(v, dtype).transpose(1, 0, 2)
     maximum = np.where(np.isnan(denominator), np.nan, maximum)
     numerator = np.where(np.isnan(denominator), np.nan, numerator)
     joined = np.concatenate((maximum, denominator, numerator), axis=-1, dtype=dtype)
     return joined.reshape(heads, queries, joined.shape[-1])
 
 
-def _wide(values: Array, dtype: Any) -> Array:
-    if values.dtype == np.uint16:  # the bits of bfloat16
-        values = (values.astype(np.uint32) << 16).view(np.float32)
+def wide(values: Array, dtype: Any) -> Array:
+    """As float32 or float64, C-contiguous; uint16 are the bits of bfloat16, whose cast is slow."""
+    if values.dtype in (np.uint16, ml_dtypes.bfloat16):
+        values = (values.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     return np.ascontiguousarray(values, dtype)  # of other strides some BLAS libraries make other bits

@@ -10,6 +10,7 @@ import numpy as np
 
 from treeattn.backends.cpu import compile
 from treeattn.backends.cpu.attention import process_threads
+from treeattn.backends.cpu.blocked import wide
 from treeattn.backends.cpu.records import address
 from treeattn.errors import BackendError
 from treeattn.partial import Array
@@ -87,16 +88,7 @@ class PlannedProduct:
         step = max(1, _WIDENED // max(1, self._columns))
         for matrix in self._matrices:
             for begin in range(0, len(matrix), step):
-                some = _widened(matrix[begin : begin + step])
+                some = wide(matrix[begin : begin + step], np.float32)
                 np.matmul(vectors, some.T, out=out[:, at : at + len(some)])
                 at += len(some)
         return out
-
-
-def _widened(matrix: Array) -> Array:
-    """As float32, the same values."""
-    if matrix.dtype != ml_dtypes.bfloat16:
-        return np.asarray(matrix, np.float32)
-    bits = matrix.view(np.uint16).astype(np.uint32)  # several times as fast as a cast
-    bits <<= 16
-    return bits.view(np.float32)
