@@ -137,7 +137,10 @@ def test_8_bits_and_token_trees_are_exact(comm, kind):
         for words, wrong in (
             ("the tree has 2 rows of 6 slots, but q is of 2 rows of 5", (q[:, :5], *few, tree)),
             ("draft_k is of 5 tokens, and q of 6", (q, *few, tree)),
-            ("k is float64, expected", (q, drafts[0].astype(float), None if latent else drafts[1], tree)),
+            (
+                "draft_k is float64, expected",
+                (q, drafts[0].astype(float), None if latent else drafts[1], tree),
+            ),
             ("draft_k is missing", (q, None, None, tree)),
             ("tree is a list", (q[:, :5], *few, [[-1]])),
         ):

@@ -163,11 +163,13 @@ class Shape:
             )
         self._check_elements("q", q, self.dtype)
 
-    def check_cache(self, k: Array, v: Array) -> None:
+    def check_cache(self, k: Array, v: Array, what: str = "") -> None:
         """Raise `ArgumentError` unless k is [batch, tokens, kv_heads, head_dim], or [pages, page_size, ..],
-        and v the same with v_dim for head_dim."""
+        and v the same with v_dim for head_dim. what: before their names, such as draft_."""
         if k.shape != v.shape and self.v_dim == self.head_dim:
-            raise ArgumentError(f"k has shape {list(k.shape)} and v {list(v.shape)}: they must be the same")
+            raise ArgumentError(
+                f"{what}k has shape {list(k.shape)} and {what}v {list(v.shape)}: they must be the same"
+            )
         paged = self.page_size is not None
         axes = "pages, page_size" if paged else "batch, tokens"
         own = k.shape[1 if paged else 0] if len(k.shape) == 4 else None
@@ -175,16 +177,16 @@ class Shape:
             first = f"any, {self.page_size}" if paged else f"{self.batch}, any"
             hint = "" if paged else in_torch_layout("k", k.shape, self.kv_heads)
             raise ArgumentError(
-                f"k and v have shape {list(k.shape)}, expected [{axes}, kv_heads, head_dim] = "
+                f"{what}k and {what}v have shape {list(k.shape)}, expected [{axes}, kv_heads, head_dim] = "
                 f"[{first}, {self.kv_heads}, {self.head_dim}]{hint}"
             )
         if tuple(v.shape) != (*k.shape[:3], self.v_dim):
             raise ArgumentError(
-                f"v has shape {list(v.shape)}, expected [{axes}, kv_heads, v_dim] = "
+                f"{what}v has shape {list(v.shape)}, expected [{axes}, kv_heads, v_dim] = "
                 f"{[*k.shape[:3], self.v_dim]}"
             )
-        self._check_elements("k", k, self.kv_dtype or self.dtype)
-        self._check_elements("v", v, self.kv_dtype or self.dtype)
+        self._check_elements(f"{what}k", k, self.kv_dtype or self.dtype)
+        self._check_elements(f"{what}v", v, self.kv_dtype or self.dtype)
 
     def check_shard(self, shard: Shard) -> None:
         """Raise `ArgumentError` where a shard says other things of the cache than were planned."""

@@ -116,10 +116,7 @@ class Reach:
     def _append(self, counts: Array | None, given: int, own: bool) -> tuple[list[Write], Reach]:
         batch, limit = len(self.totals), self.placement.limit
         counts = np.full(batch, given, np.int64) if counts is None else counts
-        most = given if not own else None
-        if counts.shape != (batch,) or (counts < 0).any() or (most is not None and (counts > most).any()):
-            upto = "on" if most is None else f"to {most}"
-            raise ArgumentError(f"counts {counts.tolist()}: {batch} whole numbers from 0 {upto} are needed")
+        check_each("counts", counts, batch, None if own else given)
         totals = self.totals + counts
         if limit is not None and (totals > limit).any():
             raise ArgumentError(
@@ -154,11 +151,7 @@ class Reach:
         return Reach(self.placement, totals.copy())
 
     def _select(self, rows: Array) -> tuple[Reach, list[int]]:
-        batch = len(self.totals)
-        if rows.ndim != 1 or not rows.size or (rows < 0).any() or (rows >= batch).any():
-            raise ArgumentError(
-                f"rows {rows.tolist()}: numbers of the {batch} sequences, 0 to {batch - 1}, are needed"
-            )
+        check_rows(rows, len(self.totals))
         return Reach(self.placement, self.totals[rows]), rows.tolist()
 
 
@@ -210,6 +203,23 @@ def whole_numbers(name: str, given: ArrayLike | None) -> Array:
     if array.dtype.kind not in "iu" and array.size:
         raise ArgumentError(f"{name} of {array.dtype}: whole numbers are needed")
     return array.astype(np.int64, copy=False)
+
+
+def check_each(name: str, numbers: Array, batch: int, most: int | None) -> None:
+    """Raise `ArgumentError` unless there is one for each sequence, from 0 on, to `most` if that is said."""
+    right = numbers.shape == (batch,) and (numbers >= 0).all()
+    if not right or (most is not None and (numbers > most).any()):
+        upto = "on" if most is None else f"to {most}"
+        said = f"{name} {numbers.tolist()!r:.60}"
+        raise ArgumentError(f"{said}: {batch} whole numbers from 0 {upto} are needed")
+
+
+def check_rows(rows: Array, batch: int) -> None:
+    """Raise `ArgumentError` unless they are numbers of sequences, at least one."""
+    if rows.ndim != 1 or not rows.size or (rows < 0).any() or (rows >= batch).any():
+        raise ArgumentError(
+            f"rows {rows.tolist()}: numbers of the {batch} sequences, 0 to {batch - 1}, are needed"
+        )
 
 
 def ordered(numbers: Array) -> slice | Array:

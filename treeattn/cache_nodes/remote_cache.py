@@ -16,7 +16,7 @@ from treeattn.attention import arrays
 from treeattn.attention.arguments import Rules
 from treeattn.attention.arrays import AnyArray, Pair
 from treeattn.attention.shape import CACHE_DTYPES, bits_of, check_axes, check_latent, values_of
-from treeattn.cache.placement import whole_numbers
+from treeattn.cache.placement import check_each, check_rows, whole_numbers
 from treeattn.cache.saved import as_json
 from treeattn.cache_nodes.link import NodeLink
 from treeattn.cache_nodes.message import LayerStep, bytes_of
@@ -161,7 +161,7 @@ class RemoteCache:
         self._check_scale(scale)
         if draft_k is None:
             raise ArgumentError("draft_k is missing: drafts have keys and values of their own")
-        query, *drafts = self._checked(layer, q, draft_k, draft_v, ("draft_k", "draft_v"))
+        query, *drafts = self._checked(layer, q, draft_k, draft_v, "draft_")
         check_tree(tree, *query.shape[:2])
         given = drafts[0], drafts[-1][..., : self._plan.v_dim], tree.mask & tree.real[:, :, None]
         out, lse = self._step(layer, (query,), None, None, scale, Rules(), given)
@@ -249,8 +249,7 @@ class RemoteCache:
         several times, or not at all. Raises `ArgumentError` for a sequence that is not there, or for more
         of them than there is room for."""
         rows = whole_numbers("rows", rows)
-        if rows.ndim != 1 or not rows.size or (rows < 0).any() or (rows >= self.batch).any():
-            raise ArgumentError(f"rows {rows.tolist()}: numbers of the {self.batch} sequences are needed")
+        check_rows(rows, self.batch)
         capacity = self._most // len(rows)
         if (self.totals[:, rows] > capacity).any():
             raise ArgumentError(
@@ -265,7 +264,7 @@ class RemoteCache:
         q: AnyArray | None,
         k: AnyArray | None,
         v: AnyArray | None,
-        names: tuple[str, str] = ("k", "v"),
+        what: str = "",
     ) -> tuple[Array, ...]:
         """Those that are given, as NumPy arrays that fit this cache. Raises `ArgumentError`, and `StateError`
         where the nodes have ended."""
@@ -277,7 +276,7 @@ class RemoteCache:
             raise ArgumentError("v is not needed: the values are the first channels of k, pass None")
         if not plan.latent and (k is None) != (v is None):
             raise ArgumentError("k and v come together, or neither of them")
-        every = ("q", q), (names[0], k), (names[1], v)
+        every = ("q", q), (f"{what}k", k), (f"{what}v", v)
         named = [(name, arrays.on_host(name, array)) for name, array in every if array is not None]
         for name, array in named:
             check_axes(name, array)
@@ -288,9 +287,9 @@ class RemoteCache:
             shape.check_query(given[0])
         if k is not None:
             keys, *values = given if q is None else given[1:]
-            shape.check_cache(keys, values_of(keys, values[0] if values else None, plan.v_dim, 1.0))
+            shape.check_cache(keys, values_of(keys, values[0] if values else None, plan.v_dim, 1.0), what)
             if keys.shape[1] != queries:
-                raise ArgumentError(f"{names[0]} is of {keys.shape[1]} tokens, and q of {queries}")
+                raise ArgumentError(f"{what}k is of {keys.shape[1]} tokens, and q of {queries}")
         if k is None and (self.totals[layer] < queries).any():
             raise ArgumentError(
                 f"q is of the last {queries} tokens, and a sequence has fewer in layer {layer}"
@@ -303,15 +302,7 @@ class RemoteCache:
 
     def _per_sequence(self, name: str, given: ArrayLike, most: int | None) -> Array:
         numbers = whole_numbers(name, given)
-        upto = "on" if most is None else f"to {most}"
-        if (
-            numbers.shape != (self.batch,)
-            or (numbers < 0).any()
-            or (most is not None and (numbers > most).any())
-        ):
-            raise ArgumentError(
-                f"{name} {numbers.tolist()!r:.60}: {self.batch} whole numbers from 0 {upto} are needed"
-            )
+        check_each(name, numbers, self.batch, most)
         return numbers
 
     def _check_room(self, layer: int, counts: Array | None, tokens: int) -> None:

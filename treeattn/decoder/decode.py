@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from treeattn.attention import arrays
 from treeattn.attention.arguments import Rules, Shard, read_positions
 from treeattn.attention.arrays import AnyArray
-from treeattn.attention.shape import DTYPES, query_dtype
+from treeattn.attention.shape import DTYPES, check_number, query_dtype
 from treeattn.backends import device as devices
 from treeattn.backends.device import Admitted, Device
 from treeattn.collectives.runtime.communicator import Communicator, Given
@@ -166,7 +166,10 @@ def _broadcast_query(
     """
     host: Array
     with Agreement(comm, "decode") as agreed:
-        root = _checked_root(q_root, comm.size)
+        check_number("q_root", q_root, 0)
+        root = operator.index(q_root)  # type: ignore[arg-type]
+        if root >= comm.size:
+            raise ArgumentError(f"q_root {root} is not a rank of this communicator: use 0 to {comm.size - 1}")
         agreed.must_match = {"q_root": root}
         if comm.rank == root:
             device = place()
@@ -178,13 +181,3 @@ def _broadcast_query(
         host = np.empty(shape, DTYPES[name])
     comm.bcast_array(host, root)
     return host
-
-
-def _checked_root(root: object, size: int) -> int:
-    try:
-        rank = operator.index(root)  # type: ignore[arg-type]
-    except TypeError:
-        raise ArgumentError(f"q_root must be the number of a rank, not {root!r}") from None
-    if not 0 <= rank < size:
-        raise ArgumentError(f"q_root {rank!r} is not a rank of this communicator: use 0 to {size - 1}")
-    return rank

@@ -105,7 +105,6 @@ def verify(
         keys = where.tensor("draft_k", draft_k, shard.dtype)
         values = where.tensor("draft_v", draft_v, shard.dtype)
         _check_drafts(shape, tree, keys, values)
-        shape.check_cache(keys, values)
         agreed.must_match = {
             "the shape or dtype of q, k, v": shape,
             "the tree": tree.digest,
@@ -256,12 +255,9 @@ def check_tree(tree: TokenTree, batch: int, queries: int) -> None:
 
 def _check_drafts(shape: Shape, tree: TokenTree, draft_k: Array, draft_v: Array) -> None:
     check_tree(tree, shape.batch, shape.queries)
-    for name, array in (("draft_k", draft_k), ("draft_v", draft_v)):
-        wanted = [shape.batch, shape.queries, shape.kv_heads, shape.head_dim]
-        if list(array.shape) != wanted:
-            raise ArgumentError(
-                f"{name} has shape {list(array.shape)}, expected [batch, L, kv_heads, head_dim] = {wanted}"
-            )
+    shape.check_cache(draft_k, draft_v, "draft_")
+    if draft_k.shape[1] != tree.nodes:
+        raise ArgumentError(f"draft_k is of {draft_k.shape[1]} tokens, and q of {tree.nodes}")
 
 
 def _digest(device: Device, array: Array, tree: TokenTree) -> str:

@@ -31,10 +31,8 @@ def attend(
     for b, h, i in np.ndindex(records.shape[:3]):
         factor = np.float32(scale) * (np.float32(1) if k_scale is None else k_scale[h // group])
         query = wide(q[b, i, h], np.float32) * factor
-        if tables is None:
-            tokens, stands = np.arange(k.shape[1] if lengths is None else int(lengths[b])), None
-        else:
-            tokens, stands = tables.seen(b, i)
+        valid = k.shape[1] if lengths is None else int(lengths[b])
+        tokens, stands = (np.arange(valid), None) if tables is None else tables.seen(b, i)
         keys, values = (
             wide(x[:, h // group], np.float32) for x in Sequence(k, v, b, block_table).rows(tokens)
         )
