@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from treeattn.collectives.catalog import select
 from treeattn.collectives.check import check
+from treeattn.collectives.clusters.critical_path import Cost, cost
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement, node_groups, suited
 from treeattn.collectives.clusters.simulate import simulate
@@ -35,12 +36,13 @@ class Machine(NamedTuple):
 
 
 class Priced(NamedTuple):
-    """A proved schedule. name: scheme string, or what it was made from; microseconds; bytes of the busiest
-    network card; bits: "A" or "C"."""
+    """A proved schedule. name: scheme string, or what it was made from; microseconds, and of what they are
+    paid; bytes of the busiest network card; bits: "A" or "C"."""
 
     name: str
     schedule: Schedule
     time: float
+    cost: Cost
     max_nic_bytes: int
     bits: str
 
@@ -87,7 +89,7 @@ def priced(machine: Machine, name: str, schedule: Schedule) -> Priced:
     if bits == "none" or schedule.result != "replicated":
         raise ScheduleError(f"{name}: ranks do not end with one result")
     found = simulate(schedule, machine.cluster, machine.places, machine.payload, machine.executor)
-    return Priced(name, schedule, found.time, found.max_nic_bytes, bits)
+    return Priced(name, schedule, found.time, cost(found), found.max_nic_bytes, bits)
 
 
 def front(found: Iterable[Priced]) -> list[Priced]:

@@ -35,6 +35,9 @@ def test_the_name_to_pass_is_the_fastest_that_has_one(tmp_path):
     found = json.loads(facts.read_text())
     times = {row["schedule"]: row["microseconds"] for row in found["rows"]}
     name = found["scheme"]
+    alike = [one for one in found["rows"] if one["estimate"]["ratio_low"] <= 1 and not one["on_the_front"]]
+    others = sum(not one["on_the_front"] for one in found["rows"])
+    assert f"; of {others} others {len(alike)} cannot be told apart from it" in " ".join(done.stdout.split())
     assert f"--scheme '{name}'" in done.stdout
     assert times[name] == min(time for text, time in times.items() if "," not in text)
     in_process("simulate", *words, "--schemes", name, "--json", facts)

@@ -13,8 +13,6 @@ from treeattn.cli import options
 from treeattn.cli.options import Output, Sizes
 from treeattn.cli.simulate import placed
 from treeattn.collectives.clusters.bound import lower_bound
-from treeattn.collectives.clusters.critical_path import assumed_share, cost, critical_path
-from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.clusters.synthesis import Machine, Priced, front, search
 from treeattn.errors import ArgumentError
 from treeattn.mpi.topology import needed
@@ -58,11 +56,9 @@ def command(
     executors, runs = named.cluster.executors, named.cluster.executor_for(machine.places, executor)
     floor = lower_bound(named.cluster, machine.places, sizes.payload.bytes, executors[runs])
     output.write((replace(best[0].schedule, name="tuned").to_json() + "\n").encode())
-    simulated = [
-        simulate(one.schedule, named.cluster, machine.places, sizes.payload, executor) for one in best
-    ]
-    sure = dict(zip(map(id, best), estimates(named.cluster, list(map(cost, simulated))), strict=True))
-    share = assumed_share(critical_path(simulated[0]))
+    estimated = estimates(named.cluster, [one.cost for one in everything])
+    sure = {one.name: estimate for one, estimate in zip(everything, estimated, strict=True)}
+    share = sum(time for (_, assumed), time in best[0].cost.by_price.items() if assumed) / best[0].time
     made = Report({
         "cluster": named.cluster.name,
         "named_by": named.by,
@@ -73,13 +69,15 @@ def command(
         "floor_microseconds": floor,
         "not_priced": left,
         "scheme": by_name.name,
-        "rows": [_facts(one, sure.get(id(one))) for one in everything],
+        "rows": [{**_facts(one, sure[one.name]), "on_the_front": one in best} for one in everything],
         "fastest": json.loads(best[0].schedule.to_json()),
     })  # fmt: skip
-    rows = [{"label": one.name, "like_fastest": sure[id(one)].like_the_baseline} for one in best]
-    made.line(headline(best[0].name, f"{microseconds(best[0].time)} µs", rows))
+    rows = [{"label": one.name, "like_fastest": sure[one.name].like_the_baseline} for one in best]
+    beaten = [sure[one.name].like_the_baseline for one in everything if one not in best]
+    said = headline(best[0].name, f"{microseconds(best[0].time)} µs", rows)
+    made.line(f"{said}; of {len(beaten)} others {sum(beaten)} cannot be told apart from it")
     made.line(f"simulated: {ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each; run by {runs}")
-    made.table([{**_facts(one, sure[id(one)]), "sure": sure[id(one)]} for one in best], [
+    made.table([{**_facts(one, sure[one.name]), "sure": sure[one.name]} for one in best], [
         Column("schedule", words=True),
         Column("µs", "microseconds", microseconds),
         Column("95 %", lambda row: row["sure"].interval),
@@ -93,7 +91,7 @@ def command(
     made.line(
         f"\n{len(everything)} candidates; shown is what none beats in time, bytes of the busiest NIC and bits"
     )
-    made.line(intervals.words(named.cluster, ((one.name, sure[id(one)]) for one in best)))
+    made.line(intervals.words(named.cluster, ((one.name, sure[one.name]) for one in best)))
     made.line("bits: always, by any merge that commutes; in order, where ranks fold in one order, as here")
     if share >= 0.005:
         made.line(f"assumed prices: {share:.0%} of the fastest's time")
@@ -106,13 +104,12 @@ def command(
     output.report(made)
 
 
-def _facts(one: Priced, estimate: Estimate | None) -> dict[str, Any]:
+def _facts(one: Priced, estimate: Estimate) -> dict[str, Any]:
     return {
         "schedule": one.name,
         "microseconds": one.time,
         "busiest_card_bytes": one.max_nic_bytes,
         "determinism": one.bits,
         "messages": one.schedule.messages,
-        "on_the_front": estimate is not None,
-        "estimate": estimate and structs.asdict(estimate),
+        "estimate": structs.asdict(estimate),
     }
