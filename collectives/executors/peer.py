@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 from treeattn.collectives.executors.lowering import plan_program
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator
+from treeattn.collectives.runtime.cuda_graph import StreamReducer
 from treeattn.collectives.runtime.memory import PeerMemory
 from treeattn.collectives.runtime.operator import OneSidedOperator, OneSidedStep
-from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
+from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import PeerTimeoutError, TransportError
 
@@ -86,12 +87,6 @@ class Windows:
         what = f"{self.planned.name}, round {late[1]}"
         return PeerTimeoutError(watchdog.timeout_message(what, f"rank {late[0]}", self._seconds))
 
-    def raise_if_late(self) -> None:
-        """Raise `TransportError` where a rank did not come in time."""
-        error = self.timeout()
-        if error:
-            raise error
-
     def close(self) -> None:
         """Close after steps that are done: all close what they opened before any frees what was open.
         Collective. Raises `TransportError` where the others do not come to it."""
@@ -106,19 +101,18 @@ class Windows:
         self._comm.free()
 
 
-class PeerReducer(Reducer):
+class PeerReducer(StreamReducer):
     """A planned reduction of a buffer in the memory of a GPU, in place, over ranks that share a node.
 
-    A step is queued and not waited for. A rank that does not come in time leaves NaN in the records of those
-    who wait, and `TransportError` for their next step, `synchronize` or `close`.
+    A rank that does not come in time leaves NaN in the records of those who wait, and `TransportError` for
+    their next step, `synchronize` or `close`.
     """
 
     executor = "peer"
-    stream_ordered = True
 
     def __init__(self, windows: Windows, memory: PeerMemory) -> None:
         """windows: of one node, to be connected before the first step; the reducer closes them."""
-        super().__init__(windows.planned.name)
+        super().__init__(windows.planned.name, windows.timeout)
         self.certificate, self.sent = windows.planned.certificate, windows.planned.sent
         self._windows, self._memory = windows, memory
 
@@ -127,16 +121,9 @@ class PeerReducer(Reducer):
         """Always 0: a step is queued, and the kernel minds the time."""
         return 0
 
-    def _check(self) -> None:
-        super()._check()
-        self._windows.raise_if_late()
-
     def _begin(self) -> None:
         if self._windows.step:
             self._windows.step()
-
-    def _complete(self) -> None:
-        """The stream does the rest."""
 
     def fuse_epilogue(self, work: Any) -> Callable[[], None] | None:
         launch = self._windows.step and self._windows.step.fuse_epilogue(work)
@@ -146,11 +133,11 @@ class PeerReducer(Reducer):
         """Wait for the steps in the current stream, which end by themselves. Raises `TransportError` where
         a rank did not come in time."""
         self._memory.synchronize()
-        self._windows.raise_if_late()
+        self._check_results()
 
     def _release(self) -> None:
         self._memory.synchronize_all()
-        self._windows.raise_if_late()  # then others may be lost, and what they read stays
+        self._check_results()  # then others may be lost, and what they read stays
         self._windows.close()
 
     def _abandon(self) -> None:

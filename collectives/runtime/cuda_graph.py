@@ -53,15 +53,39 @@ class CudaGraph:
         self._launch, self._queue = None, tuple
 
 
-class CudaGraphReducer(Reducer):
-    """A reduction over NCCL that is the same work on a stream in every step: recorded once, then one launch.
-
-    It owns the communicator. A step is queued and not waited for; from the second one on it is one launch of
-    a CUDA graph. ``start()`` queues all of it and ``wait()`` nothing: the stream keeps the order. One that
-    is never closed keeps its communicator for good.
-    """
+class StreamReducer(Reducer):
+    """A reduction that is queued to a stream and not waited for. ``start()`` queues all of it and ``wait()``
+    nothing: the stream keeps the order."""
 
     stream_ordered = True
+
+    def __init__(self, name: str, timeout: Callable[[], TransportError | None]) -> None:
+        """timeout: the error of a wait that the work itself gave up; None where there is none."""
+        super().__init__(name)
+        self._timeout = timeout
+
+    def _check(self) -> None:
+        super()._check()
+        self._check_results()
+
+    def _check_results(self) -> None:
+        error = self._timeout()
+        if error:
+            raise error
+
+    def _advance(self) -> bool:
+        return True
+
+    def _complete(self) -> None:
+        """The stream does the rest."""
+
+
+class CudaGraphReducer(StreamReducer):
+    """A reduction over NCCL that is the same work on a stream in every step: recorded once, then one launch.
+
+    It owns the communicator. From the second step on it is one launch of a CUDA graph. One that is never
+    closed keeps its communicator for good.
+    """
 
     def __init__(
         self,
@@ -74,13 +98,13 @@ class CudaGraphReducer(Reducer):
         timeout: Callable[[], TransportError | None] = lambda: None,
         end: Callable[[], object] = tuple,
     ) -> None:
-        """queue: queues one step; None where a rank is alone. peers: as `waits_for` gives them. timeout: the
-        error of a wait that the work itself gave up. end: releases what else the work uses. Collective."""
-        super().__init__(name)
+        """queue: queues one step; None where a rank is alone. peers: as `waits_for` gives them. end: releases
+        what else the work uses. Collective."""
+        super().__init__(name, timeout)
         self._communicator, self._stream = communicator, stream
         self._graph = CudaGraph(stream, queue) if queue else None
         self._peers = peers or (name, "the other ranks")
-        self._timeout, self._end = timeout, end
+        self._end = end
         self._seconds = watchdog.limit()
 
     def waits_for(self) -> tuple[str, str]:
@@ -89,24 +113,12 @@ class CudaGraphReducer(Reducer):
 
     def _check(self) -> None:
         super()._check()
-        self._check_results()
         if self._graph:
             self._graph.check()
-
-    def _check_results(self) -> None:
-        error = self._timeout()
-        if error:
-            raise error
 
     def _begin(self) -> None:
         if self._graph:
             self._graph()
-
-    def _advance(self) -> bool:
-        return True
-
-    def _complete(self) -> None:
-        """The stream does the rest."""
 
     def synchronize(self) -> None:
         """Wait for the steps in the current stream.

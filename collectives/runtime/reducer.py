@@ -82,15 +82,12 @@ class Owner:
         here = threading.get_ident()
         if self.thread != here:
             with _lock:
-                self._check(here)
+                self.check()
                 self.thread, self._holder = here, threading.current_thread()
 
     def check(self) -> None:
         """Raise `StateError` where another thread has it and still runs."""
-        self._check(threading.get_ident())
-
-    def _check(self, here: int) -> None:
-        if self.thread in (0, here) or not self._holder.is_alive():
+        if self.thread in (0, threading.get_ident()) or not self._holder.is_alive():
             return
         if self.thread in sys._current_frames():  # threads that Python did not start are always alive to it
             raise StateError(
@@ -118,11 +115,8 @@ class Owner:
 class Anyone(Owner):
     """The owner of what threads may share."""
 
-    def take(self) -> None:
-        """Any thread may use it at any time."""
-
     def check(self) -> None:
-        """Any thread may use it."""
+        """Any thread may use it at any time."""
 
 
 def owner_of_communicator(size: int) -> Owner:

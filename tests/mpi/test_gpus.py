@@ -146,6 +146,7 @@ class Transport:
                 assert not decoder.out.any()
                 assert_equal(decoder.finish(), wanted)
                 decoder.begin(*arrays)
+                assert decoder.test() or not self.graph, "what is queued needs nothing more of the host"
                 assert_equal(decoder.finish(), wanted)
 
 
