@@ -7,6 +7,8 @@ is asked. What is no interval, a tree of draft tokens, is a bit mask over the la
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -100,18 +102,12 @@ class MaskTables:
             self._stand[row] = stands[row]
 
     def validate(
-        self,
-        tokens: int,
-        lengths: ArrayLike | None,
-        q_positions: ArrayLike | None,
-        mask: Array | None,
-        draft_positions: ArrayLike | None,
-        begins: ArrayLike | None = None,
+        self, tokens: int, lengths: ArrayLike | None, q_positions: ArrayLike | None, *more: Any, **named: Any
     ) -> None:
         """Raise `ArgumentError` for what `update` will refuse, before positions are known. `draft_begins`
         holds then how many tokens of each sequence are no drafts."""
         stands = self.q_positions if q_positions is None else q_positions
-        self.update(Runs([(0, 1, tokens)]), tokens, lengths, stands, mask, draft_positions, begins)
+        self.update(Runs([(0, 1, tokens)]), tokens, lengths, stands, *more, **named)
 
     def seen(self, row: int, query: int) -> tuple[Array, Array | None]:
         """The tokens that a query sees, int64, and where they stand, float64, if a rule asks for that."""

@@ -70,15 +70,13 @@ class MaskPlan:
         lengths: Any,
         q_positions: Any = None,
         positions: Any = None,
-        mask: Any = None,
-        draft_positions: Any = None,
-        begins: Any = None,
+        **seen: Any,
     ) -> None:
-        """Fill the tables for a step over arrays of `tokens` tokens. Raises `ArgumentError`."""
+        """Fill the tables for a step over arrays of `tokens` tokens; seen: as `MaskTables.update` takes it.
+        Raises `ArgumentError`."""
         runs = self.runs if positions is None else as_runs(positions)
-        if q_positions is None:
-            q_positions = self.q_positions
-        tables.update(runs, tokens, lengths, q_positions, mask, draft_positions, begins)
+        stands = self.q_positions if q_positions is None else q_positions
+        tables.update(runs, tokens, lengths, stands, **seen)
 
     def digests(
         self, tokens: int, lengths: Any, seen: dict[str, Any]
