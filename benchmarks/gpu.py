@@ -37,6 +37,7 @@ from treeattn.attention.mask_tables import MaskTables  # noqa: E402
 from treeattn.attention.positions import Runs  # noqa: E402
 from treeattn.backends import cuda  # noqa: E402
 from treeattn.backends.cuda import cupy_runtime  # noqa: E402
+from treeattn.backends.cuda import driver as cuda_driver  # noqa: E402
 from treeattn.study import environment  # noqa: E402
 from treeattn.study.roofline import laps as roofline  # noqa: E402
 
@@ -48,6 +49,7 @@ SANITIZER = f"compute-sanitizer --error-exitcode 9 --tool {{}} {PYTEST}/test_dec
 #: Family -> limit in seconds, and its command; a family without one is timed by this file.
 COMMANDS = {
     "doctor": (60, "{python} -m treeattn doctor --json {out}"),
+    "clocks": (20, "nvidia-smi --format=csv --query-gpu=clocks.sm,clocks.max.sm,clocks.mem,power.limit"),
     "tests": (420, f"{PYTEST} --ignore-glob=*test_ranks.py --ignore-glob=*test_peer.py"),
     "ranks": (290, f"{PYTEST}/test_ranks.py {PYTEST.split()[-1]}/test_peer.py"),
     "host": (90, f"{DECODE} --check --expect {CACHE}.expected.safetensors --json {{out}}"),
@@ -84,7 +86,7 @@ TIMED = {
     "others": [Shape(32, 8, page=PAGE), Shape(32, 8, 8192, batch=8), Shape(32, 8, head_dim=256)],
 }
 REDUCTIONS = ("all_gather_merge", "recursive_doubling", "binary_tree", "reduce_scatter_gather")
-FAMILIES = ["doctor", *TIMED, "reduction", *[family for family in COMMANDS if family != "doctor"]]
+FAMILIES = ["doctor", "clocks", *TIMED, "reduction", *list(COMMANDS)[2:]]
 
 
 class Step:
@@ -232,10 +234,8 @@ def time_reductions() -> Iterator[dict[str, Any]]:
 
 def measure(family: str) -> None:
     """Prints a row of JSON for each shape of a family, in this process."""
-    from treeattn.backends.cuda.cupy_stopwatch import CupyStopwatch
-
-    rows = time_reductions() if family == "reduction" else time_shapes(CupyStopwatch(), TIMED[family])
-    for row in rows:
+    shapes = TIMED.get(family)
+    for row in time_shapes(roofline.CupyStopwatch(), shapes) if shapes else time_reductions():
         print(json.dumps(row), flush=True)
 
 
@@ -281,9 +281,7 @@ def main() -> None:
         parser.error(f"{', '.join(sorted(unknown))}: the families are {', '.join(FAMILIES)}")
     if problem := cupy_runtime.problem():
         sys.exit(f"gpu.py: no GPU: {problem}")
-    from treeattn.backends.cuda.cupy_stopwatch import CupyStopwatch
-
-    facts = {"device": CupyStopwatch().facts(), "software": environment.software()}
+    facts = {"driver": cuda_driver.driver(), "software": environment.software()}
     failed, written = [], []
     for family in options.families or FAMILIES:
         found = run(family, options.results)

@@ -6,7 +6,6 @@ program of `collectives.program`: what is copied into slots there, published, aw
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from treeattn.collectives.executors.lowering import plan_program
@@ -125,9 +124,9 @@ class PeerReducer(StreamReducer):
         if self._windows.step:
             self._windows.step()
 
-    def fuse_epilogue(self, work: Any) -> Callable[[], None] | None:
+    def queued(self, work: Any) -> tuple[Any, ...] | None:
         launch = self._windows.step and self._windows.step.fuse_epilogue(work)
-        return self._step_by(launch) if launch else None
+        return (launch,) if launch else None
 
     def synchronize(self) -> None:
         """Wait for the steps in the current stream, which end by themselves. Raises `TransportError` where

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.memory import Stream
@@ -119,6 +120,9 @@ class CudaGraphReducer(StreamReducer):
     def _begin(self) -> None:
         if self._graph:
             self._graph()
+
+    def queued(self, work: Any) -> tuple[Any, ...] | None:
+        return (self._graph, work) if self._graph else None
 
     def synchronize(self) -> None:
         """Wait for the steps in the current stream.

@@ -264,9 +264,9 @@ class Reducer(ABC):
         """A step for C code that does more in one call; None where no C function runs one."""
         return None
 
-    def fuse_epilogue(self, work: Any) -> Callable[[], None] | None:
-        """A step of this reducer with `work` on its records, as their device planned it, in the same launch;
-        None where that cannot be."""
+    def queued(self, work: Any) -> tuple[Any, ...] | None:
+        """The calls that queue a step, then `work` on its records, as their device planned it; None where a
+        step does more than queue."""
         return None
 
     def _check_running(self, call: str) -> None:
@@ -319,14 +319,15 @@ class Reducer(ABC):
             raise
         self._running = 0
 
-    def _step_by(self, work: Callable[[], object]) -> Callable[[], None]:
+    def step_by(self, work: Callable[[], T]) -> Callable[[], T]:
         """A call of the reducer that does `work` in place of `_step`."""
 
-        def step() -> None:
+        def step() -> T:
             self._check()
             self._running = self._number = self._number + 1
-            self._run(work)
+            done = self._run(work)
             self._running = 0
+            return done
 
         return step
 

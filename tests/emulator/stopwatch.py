@@ -1,4 +1,4 @@
-"""A `treeattn.backends.cuda.cupy_stopwatch.CupyStopwatch` over the emulator; its clock counts work."""
+"""A `treeattn.study.roofline.laps.CupyStopwatch` over the emulator; its clock counts work."""
 
 from __future__ import annotations
 
@@ -63,7 +63,3 @@ class EmulatorStopwatch:
         """3 microseconds, after running once."""
         run()
         return 3e-6
-
-    def facts(self) -> dict[str, Any]:
-        """A name."""
-        return {"name": "emulator", "driver": "none"}

@@ -99,9 +99,11 @@ class GpuContract(AttentionContract):
     def test_a_plan_forgets_arrays_when_others_are_refused(self) -> None:
         planned, records = self.planned(PLAIN[0])
         q, k, v, _ = self.arrays(PLAIN[0], PLAIN[0].inputs())
-        planned(q, k, v)
+        lengths = self.put(np.full(PLAIN[0].batch, 7))
+        planned(q, k, v, lengths)
         first = self.get(records).copy()
-        with pytest.raises(ArgumentError, match="lengths are int32"):
-            planned(q, k[:, :3], v[:, :3], self.put(np.zeros(PLAIN[0].batch, np.int32)))
-        planned(q, k, v)
-        assert (bits(self.get(records)) == bits(first)).all()
+        for refused in ((q, k[:, :3], v[:, :3]), (q, k, v)):
+            with pytest.raises(ArgumentError, match="lengths are int32"):
+                planned(*refused, self.put(np.zeros(PLAIN[0].batch, np.int32)))
+            planned(q, k, v, lengths)
+            assert (bits(self.get(records)) == bits(first)).all()

@@ -24,9 +24,17 @@ from treeattn.partial import Array
 
 Attention = Callable[[Any, Any, Any, Any], None]
 
-#: Called with q, k, v and lengths: whether it made the step. Else nothing was done, and the three parts are
-#: to be called: they take whatever a step can have, and say what is wrong with the rest.
-WholeStep = Callable[[Any, Any, Any, Any], bool]
+
+class WholeStep(Protocol):
+    """Attention, reduction and finish together."""
+
+    def __call__(self, q: Any, k: Any, v: Any, lengths: Any) -> bool:
+        """Whether it made the step. Else `run` is to make it, or the three parts: they take whatever a step
+        can have, and say what is wrong with the rest."""
+
+    @property
+    def run(self) -> Attention | None:
+        """The step, over what `Device.check` let pass; None where there are the three parts alone."""
 
 
 def find(name: str, reproducible: str | None = None, ranks: int = 1) -> Device:
@@ -203,12 +211,15 @@ class Device(Protocol):
     def finish(self, records: Array, out: Array, lse: Array) -> Callable[[], object]:
         """Writes out and lse from the folded records."""
 
-    def attend_and_finish(self, attention: Any, finish: Any) -> Attention | None:
-        """`attention` that does what `finish` does, too; None where it cannot."""
-        return None
-
     def whole_step(
-        self, attention: Any, reducer: Reducer, records: Array, out: Array, lse: Array
+        self,
+        shape: Shape,
+        attention: Any,
+        reducer: Reducer,
+        finish: Any,
+        records: Array,
+        out: Array,
+        lse: Array,
     ) -> WholeStep | None:
         """Attention, reducer and finish at once; None where three calls are the best there is."""
         return None

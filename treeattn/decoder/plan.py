@@ -100,18 +100,8 @@ class Plan:
         if self.add_sinks is not None or self.buffers.sliced or self.request.attends_by_reducer:
             return None
         results = self.buffers.records, self.buffers.out, self.buffers.lse
-        return self.request.device.whole_step(self.attend, self.reducer, *results)
-
-    @functools.cached_property
-    def attend_and_finish(self) -> Attention | None:
-        """The first and the last stage in one launch, where nothing is folded between them; None likewise."""
-        alone = self.reducer.idle and self.add_sinks is None and not self.buffers.sliced
-        return self.request.device.attend_and_finish(self.attend, self.finish) if alone else None
-
-    @functools.cached_property
-    def reduce_and_finish(self) -> Callable[[], object] | None:
-        """The last stages in one launch; None likewise."""
-        return None if self.buffers.sliced else self.reducer.fuse_epilogue(self.finish)
+        parts = self.attend, self.reducer, self.finish
+        return self.request.device.whole_step(self.request.shape, *parts, *results)
 
     def with_tables(self) -> Plan:
         """The same but for attention, which reads tables of its own. Not where the reducer attends, which

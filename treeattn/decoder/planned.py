@@ -125,6 +125,7 @@ class PlannedDecode:
             self.owner.take()
         if self._stage is not None:
             self._begin_anew()
+        self._in_order()
         if self._whole is not None and mask is None and begins is None and self._whole(q, k, v, lengths):
             return self._results
         if fewer := self._decoder_for_queries(q):
@@ -221,13 +222,10 @@ class PlannedDecode:
         return self._masked
 
     def _in_parts(self, step: StepArguments) -> tuple[Array, Array]:
-        plan = step[0]
-        self._attend(step, plan.attend_and_finish)
-        if plan.attend_and_finish is not None:
-            plan.reducer()  # has nothing to fold, and says where it is closed
-        elif plan.reduce_and_finish is not None:
-            plan.reduce_and_finish()
-        else:
+        whole = step[0].fused_step
+        run = None if whole is None else whole.run
+        self._attend(step, run)
+        if run is None:
             self._reduce()
             self.plan.finish()
         return self._containers.give()

@@ -102,7 +102,7 @@ def test_what_a_fork_inherits_is_disowned():
 
 def test_other_work_in_place_of_a_step():
     reducer = Logged()
-    step = reducer._step_by(lambda: reducer.log.append("work"))
+    step = reducer.step_by(lambda: reducer.log.append("work"))
     step()
     step()
     assert (reducer.log, reducer.in_flight) == (["work", "work"], False)

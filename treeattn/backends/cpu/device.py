@@ -150,13 +150,13 @@ class Cpu(Device):
         return MergeOperator(v_dim, dtype)
 
     def whole_step(
-        self, attention: Any, reducer: Reducer, records: Array, out: Array, lse: Array
+        self, shape: Shape, attention: Any, reducer: Reducer, finish: Any, *results: Array
     ) -> WholeStep | None:
         """One C call, where one C call is all that the reducer is."""
         native = reducer.native_step()
         if native is None or not attention.compiled:
             return None
-        return PlannedStep(attention, native, records, out, lse)
+        return PlannedStep(attention, native, *results)
 
 
 class _StepStruct(ctypes.Structure):
@@ -172,6 +172,8 @@ class _StepStruct(ctypes.Structure):
 
 class PlannedStep:
     """`attention`, the reduction that `native` tells of, and `planned_finish`: the same bits in one call."""
+
+    run = None
 
     def __init__(
         self, attention: PlannedAttention, native: NativeStep, records: Array, out: Array, lse: Array

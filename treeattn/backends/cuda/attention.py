@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,6 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.backends.cuda.arguments import (
     MAX_GRID,
     check_inputs,
-    check_rows,
     check_table,
     check_tables,
     check_tokens,
@@ -126,7 +124,8 @@ class PlannedAttention:
         self._scratch = runtime.zeros(0, np.float32)
         self._counters = runtime.zeros(0, np.uint32)
         self._workspaces: list[Any] = []
-        self._bound: tuple[Any, ...] = ()
+        #: q, k, v, lengths and block table of the last call; empty where there are none.
+        self.bound: tuple[Any, ...] = ()
         self._layout: tuple[Any, ...] = ()
         self._tables: VisibleTables | None = None
         self._variant: Variant
@@ -139,11 +138,8 @@ class PlannedAttention:
     def __call__(
         self, q: Array, k: Array, v: Array, lengths: Any = None, block_table: Array | None = None
     ) -> None:
-        bound, given = self._bound, (q, k, v, lengths, block_table)
-        if not bound or any(map(operator.is_not, bound, given)):
-            self.bind(*given)
-        elif self._tables is not None:
-            self.refresh()
+        if not self.takes(q, k, v, lengths, block_table):
+            self.bind(q, k, v, lengths, block_table)
         self._launch()
 
     def finishing(self, finish: Any) -> Callable[..., None]:
@@ -162,51 +158,77 @@ class PlannedAttention:
             for place, _ in both:
                 place[0] = 0
 
+    def takes(
+        self, q: Array, k: Array, v: Array, lengths: Any = None, block_table: Array | None = None
+    ) -> bool:
+        """Whether device arrays are those of the last call, or laid out as these but for the number of
+        tokens, which costs their addresses; then they are bound."""
+        bound, given = self.bound, (q, k, v, lengths, block_table)
+        if not bound:
+            return False
+        if q is bound[0] and k is bound[1] and v is bound[2] and block_table is bound[4]:
+            if lengths is not bound[3]:
+                self.bound = ()
+                self._bind_lengths(lengths, q)
+                self.bound = given
+            if self._tables is not None:
+                self.refresh()
+            return True
+        places, layout = self._look(q, k, v, block_table)
+        if layout != self._layout:
+            return False
+        self.bound = ()
+        if block_table is None:
+            check_tokens(k.shape[1])
+            self._tokens[0] = k.shape[1]
+        elif block_table is not bound[4]:
+            check_table(block_table, q.shape[0])
+            self._arguments["pages"]["table"] = self._runtime.address(block_table)
+        if lengths is not bound[3]:
+            self._bind_lengths(lengths, q)
+        self._bind_places(places, given)
+        return True
+
     def refresh(self) -> None:
         """Queue what changed of `tables` to the device, as a call does before it launches: a captured call
         reads it there. Raises `ArgumentError` where it speaks of tokens that the last arrays do not have."""
-        tables, bound = self._tables, self._bound
+        tables, bound = self._tables, self.bound
         if tables is not None and tables.refresh():
-            self._bound = ()
+            self.bound = ()
             self._bind_splits(self._tokens[0])
-            self._bound = bound
+            self.bound = bound
 
     def bind(
         self, q: Array, k: Array, v: Array, lengths: Any = None, block_table: Array | None = None
     ) -> None:
-        """What a call does before it launches, when it is given other arrays than the last one.
+        """What a call does before it launches, when it is given arrays that are laid out in another way."""
+        self.bound = ()
+        places, layout = self._look(q, k, v, block_table)
+        self._bind_layout(q, k, v, block_table)
+        self._bind_lengths(lengths, q)
+        self._bind_places(places, (q, k, v, lengths, block_table))
+        self._layout = layout
 
-        Arrays laid out as the last ones, but for the number of tokens, cost their addresses.
-        """
-        runtime, bound = self._runtime, self._bound
-        self._bound = ()
+    def _look(
+        self, q: Array, k: Array, v: Array, block_table: Array | None
+    ) -> tuple[tuple[int, ...], tuple[Any, ...]]:
+        """Where q, k and v lie, and what decides all else that is bound."""
+        runtime = self._runtime
         tables = {} if block_table is None else {"block_table": block_table}
         for name, array in {"q": q, "k": k, "v": v, **tables}.items():
             runtime.check(name, array)
         places = runtime.address(q), runtime.address(k), runtime.address(v)
         paged = None if block_table is None else (k.shape[1], block_table.shape)
-        layout = (places[0] % 16, *layout_of(q, k, v), paged, places[1] == places[2])
-        if bound and layout == self._layout:
-            if (places[1] | places[2]) % 16:
-                check_rows("k", k, runtime)
-                check_rows("v", v, runtime)
-            if block_table is None:
-                check_tokens(k.shape[1])
-                self._tokens[0] = k.shape[1]
-            elif block_table is not bound[4]:
-                check_table(block_table, q.shape[0])
-                self._arguments["pages"]["table"] = runtime.address(block_table)
-            if lengths is not bound[3]:
-                self._bind_lengths(lengths, q)
-        else:
-            self._bind_layout(q, k, v, block_table)
-            self._bind_lengths(lengths, q)
+        alignment = places[0] % 16, (places[1] | places[2]) % 16, places[1] == places[2]
+        return places, (alignment, *layout_of(q, k, v), paged)
+
+    def _bind_places(self, places: tuple[int, ...], given: tuple[Any, ...]) -> None:
         for place, address in zip(self._places, places, strict=True):
             place[0] = address
         if self._tables is not None:
             self._tables.refresh()
         self._bind_splits(self._tokens[0])
-        self._bound, self._layout = (q, k, v, lengths, block_table), layout
+        self.bound = given
 
     def _bind_layout(self, q: Array, k: Array, v: Array, block_table: Array | None) -> None:
         runtime, a = self._runtime, self._arguments

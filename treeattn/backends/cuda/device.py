@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import os
@@ -22,6 +23,7 @@ from treeattn.backends.cuda.block_table import BlockTables
 from treeattn.backends.cuda.multiply_rows import PlannedProduct
 from treeattn.backends.cuda.records import MergeOperator, planned_finish, planned_pack, planned_scale
 from treeattn.backends.cuda.runtime import Runtime, default_runtime
+from treeattn.backends.cuda.step import PlannedStep
 from treeattn.backends.cuda.variants import (
     TYPES,
     check_head_dim,
@@ -29,8 +31,9 @@ from treeattn.backends.cuda.variants import (
     kernel_head_dim,
     no_latent_kernel,
 )
-from treeattn.backends.device import Attention, Device
+from treeattn.backends.device import Attention, Device, WholeStep
 from treeattn.collectives.runtime.memory import Memory, Stream
+from treeattn.collectives.runtime.reducer import Reducer
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.partial import Array
 
@@ -229,10 +232,13 @@ class Cuda(Device):
     def finish(self, records: Array, out: Array, lse: Array) -> Callable[[], object]:
         return planned_finish(records, out, lse, runtime=self.runtime)
 
-    def attend_and_finish(self, attention: Any, finish: Any) -> Attention:
-        """Whoever stores the last of a record finishes it."""
-        made: Attention = attention.finishing(finish)
-        return made
+    def whole_step(
+        self, shape: Shape, attention: Any, reducer: Reducer, finish: Any, *results: Array
+    ) -> WholeStep | None:
+        """Where the reducer does nothing but queue."""
+        if not reducer.idle and not reducer.queued(finish):
+            return None
+        return PlannedStep(attention, reducer, finish, functools.partial(self.lengths, shape))
 
     def pack(self, records: Array, factor: float) -> Callable[[Array, Array], object]:
         return planned_pack(records, factor, runtime=self.runtime)

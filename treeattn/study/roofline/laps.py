@@ -7,18 +7,56 @@ attention reads per second, against 2n over the time of the copy.
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
+import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from treeattn.backends import cuda
+from treeattn.backends.cuda import cupy_runtime
 from treeattn.collectives.runtime.cuda_graph import CudaGraph
 
-if TYPE_CHECKING:
-    from treeattn.backends.cuda.cupy_stopwatch import CupyStopwatch
+
+class CupyStopwatch:
+    """Times what is queued on CuPy's current device. Raises `BackendError` without CuPy, driver or GPU."""
+
+    def __init__(self) -> None:
+        """Time on the device that is current now."""
+        #: The device, for the kernels.
+        self.runtime = cupy_runtime.current()
+        self._cuda = self.runtime.namespace.cuda
+        #: Size of the L2 cache.
+        self.l2_bytes = int(self._cuda.Device().attributes["L2CacheSize"])
+        # Not "non-blocking": arrays are made on the default stream, and work here has to wait for that.
+        self._stream = self._cuda.Stream()
+
+    def laps(self, runs: Sequence[Callable[[], object]]) -> list[float]:
+        """Seconds on the device between CUDA events around each run."""
+        events = [self._cuda.Event() for _ in range(len(runs) + 1)]
+        with self._stream as stream:
+            stream.synchronize()
+            events[0].record(stream)
+            for run, event in zip(runs, events[1:], strict=True):
+                run()
+                event.record(stream)
+            events[-1].synchronize()
+        return [self._cuda.get_elapsed_time(*pair) / 1e3 for pair in itertools.pairwise(events)]
+
+    def host_seconds(self, run: Callable[[], object], calls: int) -> float:
+        """Seconds of the host for one call, the device not waited for."""
+        with self._stream as stream:
+            run()
+            stream.synchronize()
+            began = time.perf_counter()
+            for _ in range(calls):
+                run()
+            taken = time.perf_counter() - began
+            stream.synchronize()
+        return taken / calls
 
 
 def captured(runtime: cuda.Runtime, calls: Sequence[Callable[[], object]]) -> CudaGraph:

@@ -1,0 +1,53 @@
+"""In which order the stopwatch speaks to CuPy, on a GPU that is made up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.backends.cupy_signatures import MadeUpCupy
+from treeattn.backends.cuda import cupy_runtime
+from treeattn.study.roofline import laps
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    made = MadeUpCupy()
+    monkeypatch.setattr(cupy_runtime, "current", lambda: SimpleNamespace(namespace=made))
+    return made
+
+
+@pytest.fixture
+def log(cupy):
+    """What is called after the stopwatch is there."""
+    return cupy.log
+
+
+@pytest.fixture
+def stopwatch(cupy, log):
+    made = laps.CupyStopwatch()
+    assert made.l2_bytes == 1 << 18
+    log.clear()
+    return made
+
+
+def test_laps_lie_between_events_without_waiting(cupy, stopwatch, log):
+    cupy.answers["cuda.get_elapsed_time"] = 2.0  # ms
+    times = stopwatch.laps([lambda: log.append("a"), lambda: log.extend("bc")])
+    assert times == pytest.approx([2e-3, 2e-3])
+    ordered = [entry if isinstance(entry, str) else entry[0] for entry in log if entry[0] != "cuda.Event"]
+    record, wait = "cuda.Event.record", "cuda.Stream.synchronize"
+    assert ordered[: ordered.index("out of cuda.Stream")] == [
+        *("in cuda.Stream", wait, record, "a", record, "b", "c", record, "cuda.Event.synchronize"),
+    ]
+    first, second = (entry[1:] for entry in log if entry[0] == "cuda.get_elapsed_time")
+    assert first[1] is second[0]
+
+
+def test_host_time_leaves_the_device_out(stopwatch, log, monkeypatch):
+    clock = iter([10.0, 14.0])
+    monkeypatch.setattr(laps.time, "perf_counter", lambda: next(clock))
+    assert stopwatch.host_seconds(lambda: log.append("call"), 4) == 1.0
+    wait = ("cuda.Stream.synchronize",)
+    assert log[1:-1] == ["call", wait, *["call"] * 4, wait]
