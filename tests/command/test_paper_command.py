@@ -45,4 +45,3 @@ def test_on_ranks(tmp_path):
     assert {row[-1] for row in table["rows"]} == {1.0}
     assert volume["small"]["tokens"] == 4000
     assert volume["small"]["effort"]["iterations"] == 3
-    assert volume["model"][1]["headings"] == ["scheme", "elements a GPU sends, mean: simulated"]

@@ -7,12 +7,10 @@ from typing import Any
 
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.placement import block
-from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.schedule import Payload
 from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.study import laws
 from treeattn.study.decode_step import StepShape, attention_cost, kv_ring_cost
-from treeattn.study.paper.experiment import MACHINE, Table, decode_key, placed, run
+from treeattn.study.paper.experiment import MACHINE, Table, decode_key, run
 
 TITLE = "communication volume, and whether a ring can hide it behind computation"
 WHERE = "section 6.3, equations 10 to 14"
@@ -37,9 +35,9 @@ SCHEMES = {
 
 
 def model(tokens: int, ranks: int, heads: int, head_dim: int) -> list[Table]:
-    """Section 6.3's example, and the elements that a GPU sends, as counted on simulated links."""
+    """Section 6.3's example."""
     cluster, shape = description.load(MACHINE), StepShape(tokens, heads, heads, head_dim)
-    of_rank, payload = tokens // ranks, Payload(heads, 4 * (head_dim + 2))
+    of_rank = tokens // ranks
     shard = laws.shard_elements(1, of_rank, heads, head_dim) * CACHE
     attending, ring = (
         attention_cost(cluster, ranks, shape).time,
@@ -63,13 +61,7 @@ def model(tokens: int, ranks: int, heads: int, head_dim: int) -> list[Table]:
             ("ring / tree, p - 1 hops", None, least / tree),
         )
     ]
-    counted: list[dict[str, Any]] = []
-    for scheme in ("ring", "reduce_scatter_gather", "recursive_doubling", "binary_tree", "hierarchical"):
-        schedule, places = placed(cluster, scheme, ranks)
-        sent = sum(tier.bytes for tier in simulate(schedule, cluster, places, payload).traffic)
-        counted.append({"scheme": scheme, "elements a GPU sends, mean: simulated": sent / ranks / 4})
-    title = f"{MACHINE}, simulated: {ranks} GPUs, {hidden}; {tokens} tokens or any number"
-    return [Table("the example of section 6.3", rows), Table(title, counted)]
+    return [Table("the example of section 6.3", rows)]
 
 
 def measure(
