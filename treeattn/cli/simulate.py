@@ -118,7 +118,7 @@ def command(
             named.cluster, ranks, names, placements.split(","), result, say
         ):
             run = functools.partial(simulate, schedule, named.cluster, places, sizes.payload, executor)
-            one, drawn = _arriving(run, late, ranks, lambda text, name=name: say(f"simulating {name}{text}"))
+            one, drawn = _arriving(run, late, ranks, say, f"simulating {name}")
             step = None
             if shape is not None:
                 attention, *rings = of_rings(places, shape)
@@ -158,16 +158,16 @@ def command(
 
 
 def _arriving(
-    run: Callable[..., Simulation], late: Arrivals, ranks: int, say: Callable[[str], object]
+    run: Callable[..., Simulation], late: Arrivals, ranks: int, say: Callable[[str], object], what: str
 ) -> tuple[Simulation, list[float]]:
     """Run a step as ranks arrive; of several that are drawn, the one that takes the median, and the times of
     all. One is held at a time: at 2,048 ranks each is 100,000 objects."""
     if not late.drawn:
-        say("")
+        say(what)
         return run(late.starts(0, ranks)), []
     times = []
     for draw in range(DRAWS):
-        say(f": arrivals {draw + 1} of {DRAWS}")
+        say(f"{what}: arrivals {draw + 1} of {DRAWS}")
         times.append(run(late.starts(draw, ranks)).time)
     middle = sorted(range(DRAWS), key=times.__getitem__)[DRAWS // 2]
     return run(late.starts(middle, ranks)), times

@@ -205,5 +205,7 @@ def _legend(figure: Figure, width: float) -> None:
         for axes in figure.axes
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }
-    at, columns = ("outside right center", 1) if width >= _COLUMN else ("outside lower center", 2)
-    figure.legend(known.values(), known.keys(), loc=at, ncols=columns, frameon=False)
+    at: dict[str, Any] = {"loc": "outside lower center", "ncols": 2}
+    if width >= _COLUMN:
+        at = {"loc": "outside right center", "ncols": 1}
+    figure.legend(known.values(), known.keys(), frameon=False, **at)
