@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="not installed (the extra `huggingfa
 
 from tests.support.tiny_models import assert_close, logits_of, made, prompt  # noqa: E402
 from treeattn import huggingface  # noqa: E402
-from treeattn.errors import StateError  # noqa: E402
+from treeattn.errors import ArgumentError, StateError  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
 
@@ -53,24 +53,12 @@ def doubled_by_hook(layer):
     layer.register_forward_hook(lambda _, given, out: 2 * out)
 
 
-class Quantized(torch.nn.Linear):
-    """By the range of each token."""
-
-    def forward(self, states):
-        step = states.abs().amax(-1, keepdim=True) / 127
-        return super().forward((states / step).round() * step)
-
-
-def quantized(layer):
-    layer.__class__ = Quantized
-
-
-@pytest.mark.parametrize("changed", [doubled_by_class, doubled_by_hook, quantized])
-def test_keys_that_are_made_otherwise_lie_there_themselves(comm, changed):
+@pytest.mark.parametrize("doubled", [doubled_by_class, doubled_by_hook])
+def test_keys_that_are_made_otherwise_lie_there_themselves(comm, doubled):
     """What the first chunk of a sequence shows decides, not the name of a layer."""
     model, ids = made("DeepSeek-V3"), prompt(2)
     for layer in model.model.layers:
-        changed(layer.self_attn.kv_b_proj)
+        doubled(layer.self_attn.kv_b_proj)
     wanted = eager(model, ids)
     model.set_attn_implementation("treeattn")
     cache = huggingface.ShardedKV(model.config, comm, capacity=40)
@@ -78,23 +66,26 @@ def test_keys_that_are_made_otherwise_lie_there_themselves(comm, changed):
     assert held(cache) == {128}
 
 
-class Adapted(torch.nn.Module):
-    """A LoRA of a layer."""
+class Switched(torch.nn.Module):
+    """A LoRA of a layer, on or off."""
 
     def __init__(self, base_layer):
         super().__init__()
-        self.base_layer = base_layer
+        self.base_layer, self.active_adapters = base_layer, ["default"]
 
     def forward(self, states):
-        return self.base_layer(states) * 1.1
+        return self.base_layer(states) * (1.1 if self.active_adapters else 1.0)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("turn", ["put on", "merged"])
+@pytest.mark.parametrize("turn", ["switched", "put on", "merged"])
 def test_an_adapter_of_what_makes_keys_of_latents(comm, turn):
     """transformers makes all keys anew by what is active: merged weights do so here, of latents."""
     model, ids = made("DeepSeek-V3"), prompt(2)
     layers = [layer.self_attn for layer in model.model.layers]
+    if turn == "switched":
+        for layer in layers:
+            layer.kv_b_proj = Switched(layer.kv_b_proj)
     model.set_attn_implementation("treeattn")
     cache = huggingface.ShardedKV(model.config, comm, capacity=40)
     own = transformers.DynamicCache(config=model.config)
@@ -103,8 +94,10 @@ def test_an_adapter_of_what_makes_keys_of_latents(comm, turn):
     model(ids[:, 20:21], past_key_values=cache)
     model(ids[:, 20:21], past_key_values=own)
     for layer in layers:
-        if turn == "put on":
-            layer.kv_b_proj = Adapted(layer.kv_b_proj)
+        if turn == "switched":
+            layer.kv_b_proj.active_adapters = []
+        elif turn == "put on":
+            layer.kv_b_proj = Switched(layer.kv_b_proj)
         else:
             layer.kv_b_proj.weight *= 1.1
     if turn == "merged":
@@ -112,8 +105,44 @@ def test_an_adapter_of_what_makes_keys_of_latents(comm, turn):
         model.set_attn_implementation("eager")
         assert_close(got, model(ids[:, 21:], past_key_values=own).logits)
         return
-    with pytest.raises(StateError, match="adapted or quantized meanwhile"):
+    error, match = {
+        "switched": (ArgumentError, "makes other keys of a token than before"),
+        "put on": (StateError, "adapted or quantized meanwhile"),
+    }[turn]
+    with pytest.raises(error, match=match):
         model(ids[:, 21:], past_key_values=cache)
+
+
+class ByRange(torch.nn.Linear):
+    """Quantized by the range of all tokens that it is given."""
+
+    def forward(self, states):
+        step = states.abs().max() / 127
+        return super().forward((states / step).round() * step)
+
+
+class ByToken(torch.nn.Linear):
+    """By that of each."""
+
+    def forward(self, states):
+        step = states.abs().amax(-1, keepdim=True) / 127
+        return super().forward((states / step).round() * step)
+
+
+def test_latents_that_are_quantized(comm):
+    """transformers rounds all of them anew with each token, by the range of all: no cache of keys can."""
+    for kind in ByToken, ByRange:
+        model, ids = made("DeepSeek-V3"), prompt(2)
+        for layer in model.model.layers:
+            layer.self_attn.kv_b_proj.__class__ = kind
+        wanted = eager(model, ids)
+        model.set_attn_implementation("treeattn")
+        cache = huggingface.ShardedKV(model.config, comm, capacity=40)
+        if kind is ByToken:
+            assert_close(logits_of(model, ids, cache), wanted)
+        else:
+            with pytest.raises(ArgumentError, match="quantized by the range of all: not served"):
+                logits_of(model, ids, cache)
 
 
 @torch.no_grad()

@@ -1,5 +1,8 @@
 """Attention of prompts on a GPU by torch's own kernel, where it serves: out and lse, which it makes of a
-block, are a record, and records are merged here as any others."""
+block, are a record, and records are merged here as any others.
+
+flex_attention gives both, too, but has to be compiled: as it is called here it would hold all scores.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from treeattn.errors import ArgumentError
+
 
 class Latents:
     """The latents of one layer: [batch, 1, tokens, rank] and rotated keys [batch, 1, tokens, rope] of new
@@ -55,7 +57,11 @@ def of(
     module: Any, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> Latents | None:
     """The latents of which `module` has made key and value, if they are what `layer` is to hold: None where
-    weights are tensor parallel, or the model is traced, or they are made otherwise."""
+    weights are tensor parallel, or the model is traced, or they are made otherwise.
+
+    Raises `ArgumentError` where the layer holds keys and values that would be others now: transformers makes
+    them of all latents in each step, by the adapters of that step.
+    """
     made_by = type(getattr(module, "kv_b_proj", None))
     if torch.compiler.is_compiling() or not layer.given:
         return None
@@ -64,4 +70,25 @@ def of(
         latents = Latents(module, *layer.given)
         if layer.rank if layer.held else latents.are(key, value):
             return latents
+    if not (layer.rank and layer.held):
+        _check_as_before(module, layer, key, value)
     return None
+
+
+@torch.no_grad()
+def _check_as_before(module: Any, layer: Any, key: torch.Tensor, value: torch.Tensor) -> None:
+    """Raise `ArgumentError` unless `module` makes the same of the first token as it did, and of the last one
+    without those between. Of one sequence: the rows of a batch are reordered."""
+    given, made = layer.given, (key, value)
+    if layer.held == 0 or layer.first is None:
+        layer.first = [one[:1, :, :1].clone() for one in (*given, *made)]
+    last = [one[:1, :, -1:] for one in (*given, *made)]
+    both = [torch.cat(pair, 2) for pair in zip(layer.first, last, strict=True)]
+    near = torch.finfo(key.dtype).eps ** 0.75
+    for again, wanted in zip(module.expand_kv(*both[:2]), both[2:], strict=True):
+        if (again - wanted).abs().max() > near * wanted.abs().max():
+            raise ArgumentError(
+                f"kv_b_proj of {type(module).__name__} makes other keys of a token than before (an adapter "
+                "was switched: reset() the cache), or than beside others (it is quantized by the range of "
+                "all: not served)"
+            )

@@ -78,6 +78,7 @@ class FullAttentionLayer(CacheLayerMixin):
         self.given = cast("tuple[torch.Tensor, ...]", ())  # latents that `update` was given last
         self.alike = 1  # layers of the cache whose keys have such heads
         self.rank = 0  # of the latents that lie here in place of keys and values
+        self.first = cast("list[torch.Tensor] | None", None)  # token's latents, and what was made of them
         self.handle = next(_handles)
         _of_handle[self.handle] = self
 
