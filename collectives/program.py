@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import NamedTuple, TypeAlias
 
 from treeattn.collectives.check import FoldOrder, Proof
@@ -64,6 +64,7 @@ class Publish(NamedTuple):
 
     round: int
     readers: tuple[int, ...]
+    piece: int = 0
 
 
 class Await(NamedTuple):
@@ -72,6 +73,7 @@ class Await(NamedTuple):
     round: int
     ranks: tuple[int, ...]
     steps_ago: int = 0
+    piece: int = 0
 
 
 class Copy(NamedTuple):
@@ -98,7 +100,7 @@ class Program:
     """The instructions of one rank, in order; rounds count from 1, and 0 is the beginning of the step.
 
     rounds: of the schedule. slots: records of a set of slots, the same on all ranks of a node. landing:
-    records of the place where messages land.
+    records of the place where messages land. pieces: each is published by itself.
     """
 
     rank: int
@@ -106,6 +108,7 @@ class Program:
     rounds: int
     slots: int
     landing: int
+    pieces: int = 1
 
     @functools.cached_property
     def by_round(self) -> tuple[tuple[int, list[Instruction]], ...]:
@@ -171,20 +174,41 @@ def plan(
     *,
     granularity: int = 1,
     node: Iterable[int] = (),
+    pieces: int = 1,
 ) -> Program:
     """The program of `rank` for `records` records, with chunks cut at multiples of `granularity`.
 
     node: the ranks, this one among them, that read one another's memory; others are reached by messages.
+    pieces: so many at most, where ranks of one node pass all records one way in each round, as in trees:
+    while a rank folds a piece, another one writes the next. Where ranks swap, none would wait less.
     """
-    planner = _Planner(schedule, rank, records // granularity, granularity, frozenset(node))
-    instructions: list[Instruction] = []
-    for number, (round_, folds) in enumerate(zip(schedule.rounds, proof.folds, strict=True), 1):
-        instructions += planner.round(number, round_, folds)
+    node, rows = frozenset(node), records // granularity
+    pieces = max(min(pieces, rows), 1) if len(node) == schedule.size and _one_way(schedule) else 1
+    planner = _Planner(schedule, rank, granularity, node)
+    rounds = list(enumerate(zip(schedule.rounds, proof.folds, strict=True), 1))
+    planned = []
+    for piece in range(pieces):
+        planner.piece, planner.rows = piece, range(rows * piece // pieces, rows * (piece + 1) // pieces)
+        planned.append([i for number, given in rounds for i in planner.round(number, *given)])
+    instructions = _in_turn(planned)
     least = proof.certificate.min_records_for_double_buffering
     if least is None or records // granularity < least:
         instructions = [*planner.await_readers(), *instructions]
     slots = max(planner.used.values(), default=0)
-    return Program(rank, tuple(instructions), len(schedule.rounds), slots, planner.landing)
+    return Program(rank, tuple(instructions), len(schedule.rounds), slots, planner.landing, pieces)
+
+
+def _one_way(schedule: Schedule) -> bool:
+    ends = (({t.src for t in round_}, {t.dst for t in round_}) for round_ in schedule.rounds)
+    return schedule.chunks == 1 and all(senders.isdisjoint(receivers) for senders, receivers in ends)
+
+
+def _in_turn(pieces: list[list[Instruction]]) -> list[Instruction]:
+    """Each piece goes on until it waits, then the next: pieces are alike but for their records. Ranks never
+    wait for one another in a ring: each takes waits in the order of (length of the chain before it, piece).
+    """
+    waits = [0, *(at for at, i in enumerate(pieces[0]) if isinstance(i, Await)), len(pieces[0])]
+    return [i for first, stop in pairwise(waits) for piece in pieces for i in piece[first:stop]]
 
 
 class _SlotRun(NamedTuple):
@@ -203,11 +227,12 @@ _Slots: TypeAlias = dict[int, list[_SlotRun]]
 class _Planner:
     """The rounds of one rank, one after the other, and the room that they need."""
 
-    def __init__(
-        self, schedule: Schedule, rank: int, rows: int, granularity: int, node: frozenset[int]
-    ) -> None:
+    #: What is planned now: which piece, and its records as multiples of the granularity.
+    piece, rows = 0, range(0)
+
+    def __init__(self, schedule: Schedule, rank: int, granularity: int, node: frozenset[int]) -> None:
         self._schedule, self._rank, self._node = schedule, rank, node
-        self._rows, self._granularity = rows, granularity
+        self._granularity = granularity
         #: Records of a set of slots of each rank of the node, and of the landing place.
         self.used, self.landing = dict.fromkeys(node, 0), 0
         self._readers: set[int] = set()
@@ -232,9 +257,9 @@ class _Planner:
             yield Copy(number, source._replace(buffer=rank, first=at), source)
         readers, writers = {t.dst for t in near if t.src == rank}, {t.src for t in near if t.dst == rank}
         if readers:
-            yield Publish(number, tuple(sorted(readers)))
+            yield Publish(number, tuple(sorted(readers)), self.piece)
         if far or writers:
-            yield Await(number, tuple(sorted(writers)))
+            yield Await(number, tuple(sorted(writers)), piece=self.piece)
         self._readers |= readers
         self._writers |= writers
         for t in moved:
@@ -262,8 +287,8 @@ class _Planner:
         return self._rank in (t.src, t.dst) or self._near(t)
 
     def _own(self, chunks: range) -> Region:
-        part = self._schedule.chunk_slice(chunks, self._rows)
-        return Region(OWN, part.start * self._granularity, (part.stop - part.start) * self._granularity)
+        part = self.rows[self._schedule.chunk_slice(chunks, len(self.rows))]
+        return Region(OWN, part.start * self._granularity, len(part) * self._granularity)
 
     def _allot_slots(self, near: list[Transfer]) -> _Slots:
         """Room for what ranks of the node read from one another: each record that leaves a rank once."""

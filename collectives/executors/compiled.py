@@ -73,7 +73,7 @@ def plan(
     cannot share.
     """
     node = next((node for node in nodes if spec.comm.rank in node), ())
-    planned = plan_program(spec, schedule, node)
+    planned = plan_program(spec, schedule, node, piecewise=not oversubscribed)
     record_bytes = planned.records[:1].nbytes
     slots = slots_of_node(spec.comm, node, planned.program, record_bytes) if nodes else None
     return CompiledReducer(spec, planned, slots, oversubscribed)

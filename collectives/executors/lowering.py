@@ -46,6 +46,9 @@ START, WAIT, PUBLISH, AWAIT, COPY, MERGE = range(6)
 _LAYOUT = np.dtype([("kind", "i4"), ("requests", "i4"), ("into", "u8"), ("source", "u8"), ("amount", "i8")])
 _Row = tuple[int, int, int, int, int]
 
+# Bytes of a piece at least, and pieces at most: a flag takes as long as some lines between two cores.
+_PIECE, _PIECES = 4096, 4
+
 
 class StepStruct(ctypes.Structure):
     """struct step of kernels/cpu/step.c."""
@@ -73,8 +76,10 @@ class Planned(NamedTuple):
     sent: list[tuple[int, int]]
 
 
-def plan_program(spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = ()) -> Planned:
-    """Plan this rank's program; node: the ranks that read one another's memory.
+def plan_program(
+    spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = (), *, piecewise: bool = False
+) -> Planned:
+    """Plan this rank's program; node: the ranks that read one another's memory, perhaps piece by piece.
 
     Raises `ScheduleError`, before anything is allocated, if the schedule is for another number of ranks or is
     not a correct reduction, or if the buffer does not fit.
@@ -87,7 +92,8 @@ def plan_program(spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = 
             f"run it on {schedule.size}, or build one with size={size}"
         )
     records = spec.records(schedule.name)
-    given = schedule, rank, len(records), spec.granularity, tuple(node)
+    pieces = min(records.nbytes // _PIECE, _PIECES) if piecewise else 1
+    given = schedule, rank, len(records), spec.granularity, tuple(node), pieces
     made, certificate, messages = _planned(*given)
     bytes_each = records.nbytes // max(len(records), 1)
     sent = [(peer, count * bytes_each) for peer, count in messages]
@@ -97,12 +103,12 @@ def plan_program(spec: ReductionSpec, schedule: Schedule, node: Iterable[int] = 
 
 @lru_cache(maxsize=64)
 def _planned(
-    schedule: Schedule, rank: int, count: int, granularity: int, node: tuple[int, ...]
+    schedule: Schedule, rank: int, count: int, granularity: int, node: tuple[int, ...], pieces: int
 ) -> tuple[Program, Certificate, tuple[tuple[int, int], ...]]:
     """Program, proof, and (destination, records) of what the rank sends."""
     proof = prove(schedule)
     own = [each for each in schedule.traffic(count, granularity) if each.src == rank]
-    made = plan(schedule, proof, rank, count, granularity=granularity, node=node)
+    made = plan(schedule, proof, rank, count, granularity=granularity, node=node, pieces=pieces)
     sent = tuple((each.dst, each.records) for each in own)
     return made, proof.certificate, sent
 
@@ -178,10 +184,10 @@ class Lowered:
 
     def _lowered(self, i: Instruction, parity: int) -> Iterator[_Row]:
         if isinstance(i, Publish):
-            yield PUBLISH, 0, self._flag(self._program.rank, i.round, parity), 0, 0
+            yield PUBLISH, 0, self._flag(self._program.rank, i, parity), 0, 0
         elif isinstance(i, Await):
             for rank in i.ranks:
-                yield AWAIT, 0, self._flag(rank, i.round, (parity + i.steps_ago) % 2), 0, i.steps_ago
+                yield AWAIT, 0, self._flag(rank, i, (parity + i.steps_ago) % 2), 0, i.steps_ago
             if i.round in self._requests:
                 yield self._messages(WAIT, i.round)
         elif isinstance(i, Copy):
@@ -206,9 +212,9 @@ class Lowered:
         size = into.records * self._record_bytes
         return COPY, 0, self._address(into, parity), self._address(source, parity), size
 
-    def _flag(self, rank: int, number: int, parity: int) -> int:
+    def _flag(self, rank: int, i: Publish | Await, parity: int) -> int:
         assert self._slots is not None
-        return self._slots.flag(rank, number, parity)
+        return self._slots.flag(rank, i.round + i.piece * self._program.rounds, parity)
 
     def _address(self, region: Region, parity: int) -> int:
         base = self._bases.get(region.buffer)

@@ -48,7 +48,7 @@ _LINE = 128
 
 
 class Slots:
-    """Two sets of slots of every rank of a node, each a line for the flag of every round, then records."""
+    """Two sets of slots of every rank of a node: a line for each flag, of rounds and pieces, then records."""
 
     def __init__(self, parts: Mapping[int, SharedPart], program: Program, record_bytes: int) -> None:
         """parts: of two sets, zeros, of all ranks of the node."""
@@ -56,9 +56,9 @@ class Slots:
         self._set = set_bytes(program, record_bytes)
         self._addresses = {rank: part.memory.ctypes.data for rank, part in parts.items()}
 
-    def flag(self, rank: int, round_: int, parity: int) -> int:
-        """Address of the flag of a round, from 0, of even (parity 0) or odd (1) steps."""
-        return self._addresses[rank] + parity * self._set + round_ * _LINE
+    def flag(self, rank: int, number: int, parity: int) -> int:
+        """Address of a flag, from 0, of even (parity 0) or odd (1) steps."""
+        return self._addresses[rank] + parity * self._set + number * _LINE
 
     def records(self, rank: int, parity: int) -> int:
         """Address of the records of a set."""
@@ -73,7 +73,7 @@ class Slots:
 
 
 def _flag_bytes(program: Program) -> int:
-    return (program.rounds + 1) * _LINE
+    return (program.rounds * program.pieces + 1) * _LINE
 
 
 def set_bytes(program: Program, record_bytes: int) -> int:

@@ -9,6 +9,7 @@ import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from tests.support.partials import own_part, partials
 from tests.support.reducer_contract import OPERATOR
 from treeattn.backends.cpu import compiled_kernels_problem
 from treeattn.collectives import build, names, to_root
-from treeattn.collectives.executors import loopback
+from treeattn.collectives.executors import loopback, lowering
 from treeattn.collectives.executors.lowering import Lowered, Regions, landing_records, plan_program
 from treeattn.collectives.executors.slots import SharedPart, Slots, set_bytes
 from treeattn.collectives.runtime.reducer import ReductionSpec
@@ -59,11 +60,12 @@ def virtual_node(schedule, records, slots=Slots):
     block, node = Block(), tuple(range(schedule.size))
     buffers = [block.empty((records, OPERATOR.width)) for _ in node]
     comms = [SimpleNamespace(rank=rank, size=schedule.size) for rank in node]
-    plans = [
-        plan_program(ReductionSpec(comm, OPERATOR, buffer), schedule, node)
-        for comm, buffer in zip(comms, buffers, strict=True)
-    ]
     row = OPERATOR.width * 4
+    with mock.patch.object(lowering, "_PIECE", 4 * row):
+        plans = [
+            plan_program(ReductionSpec(comm, OPERATOR, buffer), schedule, node, piecewise=True)
+            for comm, buffer in zip(comms, buffers, strict=True)
+        ]
     parts = {
         rank: SharedPart(block.empty(2 * set_bytes(plans[0].program, row), np.uint8), None) for rank in node
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -21,11 +22,12 @@ class Stuck(AssertionError):
     """Ranks wait for one another."""
 
 
-def programs(case):
+def programs(case, pieces=1):
     """Of every rank of a `schedules.Case`."""
     proof, node = prove(case.schedule), {rank: node for node in case.nodes for rank in node}
+    cut = {"granularity": case.granularity, "pieces": pieces}
     return [
-        ir.plan(case.schedule, proof, rank, case.records, granularity=case.granularity, node=node[rank])
+        ir.plan(case.schedule, proof, rank, case.records, node=node[rank], **cut)
         for rank in range(case.schedule.size)
     ]
 
@@ -34,8 +36,8 @@ class Model:
     """Ranks and their buffers; `sets` of slots, of which steps use one after the other.
 
     Ranks go on one instruction at a time. A message moves at any time between its start at both ends and the
-    first of the two waits for it; what a rank publishes is a number that only grows. So what may be
-    overwritten too early is, in some order.
+    first of the two waits for it; what a rank publishes of a piece is a number that only grows. So what may
+    be overwritten too early is, in some order.
     """
 
     def __init__(self, programs, operator, records, seed=0, sets=2):
@@ -45,7 +47,7 @@ class Model:
         garbage = np.nan if operator.dtype.kind == "f" else 1 << 60
         self._landed = [np.full((p.landing, operator.width), garbage, operator.dtype) for p in programs]
         slots = [np.full((sets, p.slots, operator.width), garbage, operator.dtype) for p in programs]
-        self._slots, self._published = slots, [-1] * len(programs)
+        self._slots, self._published = slots, defaultdict(lambda: -1)
         self._posted = {}  # (src, dst) -> arrays to receive, and to send, that have not met
         self._ready = []  # those that have, and not moved
         self._open = [0] * len(programs)  # messages of each rank that have not moved
@@ -88,7 +90,8 @@ class Model:
         if not isinstance(instruction, Await):
             return True
         wanted = self._number(rank, step - instruction.steps_ago, instruction.round)
-        return not self._open[rank] and all(self._published[other] >= wanted for other in instruction.ranks)
+        published = (self._published[other, instruction.piece] for other in instruction.ranks)
+        return not self._open[rank] and all(number >= wanted for number in published)
 
     def _do(self, rank, step, i):
         if isinstance(i, Send | Recv):
@@ -100,7 +103,7 @@ class Model:
             if all(waiting):
                 self._ready.append((*pair, waiting[0].pop(0), waiting[1].pop(0)))
         elif isinstance(i, Publish):
-            self._published[rank] = self._number(rank, step, i.round)
+            self._published[rank, i.piece] = self._number(rank, step, i.round)
         elif isinstance(i, Copy):
             self._array(rank, step, i.into, writes=True)[...] = self._array(rank, step, i.source)
         elif isinstance(i, Fold):
@@ -158,8 +161,8 @@ def in_some_order(case, made, orders=200, **options):
 @given(cases())
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_any_order_of_ranks_gives_what_the_schedule_means(case):
-    """Over steps that use every slot again, on any nodes."""
-    made = programs(case)
+    """Over steps that use every slot again, on any nodes, in one piece or in several."""
+    made = programs(case, pieces=1 + case.seed % 3)
     assert same_bits(case, made)
     near = {rank: set(node) for node in case.nodes for rank in node}
     for rank, program in enumerate(made):
@@ -213,6 +216,34 @@ def test_what_leaves_in_one_round_is_published_once():
     program = programs(plain(Schedule("own", 2, 3, (gather, back)), 2, 3))[0]
     kinds = [type(i) for i in program.instructions if i.round == 1]
     assert kinds == [Copy, Copy, Publish, Await, Fold]
+
+
+def test_a_piece_is_folded_and_passed_on_before_the_next_is_awaited():
+    case = plain(build("binary_tree", 2), 2, 5)
+    root, leaf = ([(type(i), i.round) for i in program.instructions] for program in programs(case, pieces=2))
+    assert root == [(Await, 1), (Fold, 1), (Copy, 2), (Publish, 2)] * 2
+    assert leaf == [(Copy, 1), (Publish, 1)] * 2 + [(Await, 2), (Copy, 2)] * 2
+    folds = [i.into for i in programs(case, pieces=2)[0].instructions if isinstance(i, Fold)]
+    assert [(into.first, into.stop) for into in folds] == [(0, 2), (2, 5)]
+    swap = plain(build("recursive_doubling", 2), 2, 5)
+    assert programs(swap, pieces=2) == programs(swap)
+
+
+@pytest.mark.parametrize("careful", [True, False])
+def test_each_piece_has_a_flag_of_its_own(careful):
+    case = plain(build("binary_tree", 4), 4)
+    made = programs(case, pieces=3)
+    if not careful:
+        made = [
+            replace(
+                program,
+                instructions=tuple(
+                    i._replace(piece=0) if isinstance(i, Await) else i for i in program.instructions
+                ),
+            )
+            for program in made
+        ]
+    assert in_some_order(case, made) != careful
 
 
 def test_a_copy_lands_in_its_place_unless_that_leaves_in_the_round():
