@@ -125,9 +125,11 @@ def _receiving(simulation: Simulation, flight: MessageEvent) -> Iterator[Segment
 def _flying(simulation: Simulation, flight: MessageEvent) -> Iterator[Segment]:
     tier = simulation.cluster.tiers[flight.tier]
     link = simulation.cluster.link(flight.tier, flight.bytes, simulation.prices.pulls)
-    of_bytes = not {"bandwidth", "read_bandwidth", "taper"}.isdisjoint(tier.assumed)
-    of_ports = of_bytes or not {"gap", "shared_gap", "shared_bandwidth"}.isdisjoint(tier.assumed)
+    rate = "read_bandwidth" if simulation.prices.pulls and tier.read_bandwidth else "bandwidth"
+    of_bytes = not {rate, "taper"}.isdisjoint(tier.assumed)
     busy = "gap" if link.gap > flight.bytes * link.byte else "bandwidth"  # what a port is taken by
+    of_port = of_bytes if busy == "bandwidth" else "gap" in tier.assumed
+    of_ports = of_port or not {"shared_gap", "shared_bandwidth"}.isdisjoint(tier.assumed)
     of_latency = link.source in tier.assumed
     parts: tuple[tuple[Kind, float, str, bool], ...] = (
         ("bytes", flight.delivered - flight.last_port, "bandwidth", of_bytes),

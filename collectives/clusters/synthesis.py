@@ -57,11 +57,7 @@ class Priced(NamedTuple):
         return self.criteria != other.criteria and not worse
 
 
-def _nothing(_: str) -> None:
-    """Report no progress."""
-
-
-def search(machine: Machine, say: Callable[[str], object] = _nothing) -> tuple[list[Priced], list[str]]:
+def search(machine: Machine, say: Callable[[str], object] = lambda _: None) -> tuple[list[Priced], list[str]]:
     """Every candidate, the fastest first, each also with its ranks reordered to suit the places; and those
     that have too many transfers. say: called with how far it is."""
     found: list[Priced] = []

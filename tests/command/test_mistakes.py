@@ -126,7 +126,6 @@ BAD = {
         mpi_allreduce --ranks 4                             | mpi_allreduce is a library and has no schedule
         kv_ring:rotation=full --ranks 4                     | kv_ring is a baseline and has no schedule: take
         chain --ranks 4 --out /nowhere/at/all.svg           | cannot be written
-        chain --ranks 2 --merge-ns 3                        | go with --format goal
         {own} --ranks 4                                     | is for 3 ranks, --ranks says 4
         none.json                                           | cannot be read
         {cut}                                               | not the JSON of a schedule

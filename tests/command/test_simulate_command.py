@@ -7,20 +7,17 @@ from xml.etree import ElementTree
 
 import pytest
 
+from treeattn.cli import simulate as simulating
+from treeattn.study.intervals import DRAWS
+
 from .launch import in_process, treeattn
 
 
 def test_the_papers_latency_setting_in_one_command(tmp_path):
     path = tmp_path / "s.json"
     done = treeattn("simulate", "--cluster", "dgx-h100", "--ranks", 128, "--tokens", "5120k", "--json", path)
-    for word in (
-        "simulated: 128 ranks on dgx-h100",
-        "run by nccl",
-        "split_rail",
-        "floor, what no scheme",
-        "kv_ring",
-        "latency (nvlink",
-    ):
+    said = "simulated: 128 ranks on dgx-h100", "run by nccl", "split_rail", "floor, what no scheme", "kv_ring"
+    for word in (*said, "latency (nvlink"):
         assert word in done.stdout
     facts = json.loads(path.read_text())
     assert {row["scheme"] for row in facts["rows"]} >= {"hierarchical", "recursive_doubling"}
@@ -81,3 +78,15 @@ def test_ranks_that_arrive_late(tmp_path):
     assert 1000 < late["time"] <= 1000 + plain["time"]
     assert noisy["time"] > plain["time"]
     assert noisy["high"] / noisy["low"] > plain["high"] / plain["low"]
+
+
+@pytest.mark.parametrize(("arrivals", "each"), [("together", 1), ("late:20us", DRAWS + 1)])
+def test_an_interval_takes_no_simulation_of_its_own(monkeypatch, arrivals, each):
+    """So ten schemes on 2,048 ranks take seconds: only arrivals that differ are simulated several times."""
+    simulate, of = simulating.simulate, []
+    monkeypatch.setattr(
+        simulating, "simulate", lambda schedule, *more: of.append(schedule.name) or simulate(schedule, *more)
+    )
+    words = ("--cluster", "frontier", "--ranks", 64, "--schemes", "bine,ring", "--arrivals", arrivals)
+    in_process("simulate", *words)
+    assert of == ["bine"] * each + ["ring"] * each

@@ -21,7 +21,7 @@ LINES = """
 schedule k_nomial_tree:radix=3 --ranks 9 --result root --out a.txt --json a.json
 schedule hierarchical --ranks 5 --nodes 3+2 --format svg --out a.svg
 schedule uneven_nodes:nodes=3+2 --ranks 5 --format json
-schedule own.json --format goal --records 8 --record-bytes 72 --merge-ns 5 --out a.goal
+schedule own.json --format goal --heads 8 --head-dim 16 --out a.goal
 simulate --cluster laptop --ranks 3 --schemes ring,own.json,k_ary_tree:radix=2 --json a.json
 simulate --cluster dgx-h100 --ranks 16 --schemes ring --placement block,cyclic,suited
 simulate --cluster leonardo --ranks 8 --arrivals late:20us --executor program

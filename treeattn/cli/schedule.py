@@ -8,7 +8,7 @@ from dataclasses import asdict
 import click
 
 from treeattn import collectives
-from treeattn.cli.options import COUNT, RANKS, RESULT, Output, output_options
+from treeattn.cli.options import RANKS, RESULT, Output, Sizes, output_options, size_options
 from treeattn.cli.scheme import build, from_file, is_file
 from treeattn.collectives.catalog import with_result
 from treeattn.collectives.drawings import text as draw
@@ -26,11 +26,8 @@ _DRAWINGS = {"text": draw.text, "svg": draw.svg, "html": draw.html}
               help="Number of nodes (balanced blocks of ranks), or the ranks of each.")  # fmt: skip
 @RESULT
 @click.option("--format", "form", type=click.Choice([*_DRAWINGS, "json", "goal"]), default="text",
-              help="goal is for simulators of networks.")  # fmt: skip
-@click.option("--records", type=COUNT, help="For simulators: records of a rank, such as heads.  [16]")
-@click.option("--record-bytes", type=COUNT, help="For simulators: bytes of a record.  [520]")
-@click.option("--merge-ns", "merge_nanoseconds", type=click.IntRange(0, 10**9),
-              help="For simulators: nanoseconds to merge a record.  [0]")  # fmt: skip
+              help="goal, with messages of --heads, is for simulators of networks.")  # fmt: skip
+@size_options
 @output_options("Write the drawing here instead of to the screen.", wide=False,
                 json="Write the schedule and its certificate here.")  # fmt: skip
 def command(
@@ -39,8 +36,8 @@ def command(
     nodes: str | None,
     result: Result,
     form: str,
+    sizes: Sizes,
     output: Output,
-    **costs: int | None,
 ) -> None:
     """Show who sends what to whom in SCHEME, after proving that it counts every rank exactly once.
 
@@ -52,20 +49,18 @@ def command(
     ranks = ranks if own is None else own.size
     if ranks is None:
         raise ArgumentError(f"--ranks N: over how many ranks is {scheme} to be shown?")
-    sizes = None if nodes is None else _node_sizes(nodes, ranks)
+    grouped = None if nodes is None else _node_sizes(nodes, ranks)
     with Progress(first=2.0) as say:
         say(f"proving {scheme} on {ranks} ranks")
-        schedule = with_result(own or build(scheme, ranks, sizes), result)
+        schedule = with_result(own or build(scheme, ranks, grouped), result)
         certificate = collectives.check(schedule)
-    priced = {name: cost for name, cost in costs.items() if cost is not None}
-    if priced and form != "goal":
-        raise ArgumentError(f"--format {form} draws no cost: records, bytes and merges go with --format goal")
     output.open()
     facts = Report({"certificate": asdict(certificate), "schedule": json.loads(schedule.to_json())})
     if form in _DRAWINGS:
-        drawing = _DRAWINGS[form](schedule, sizes)
+        drawing = _DRAWINGS[form](schedule, grouped)
     else:
-        drawing = schedule.to_json() if form == "json" else draw.goal(schedule, **priced)
+        messages = sizes.payload.records, sizes.payload.record_bytes
+        drawing = schedule.to_json() if form == "json" else draw.goal(schedule, *messages)
     output.report(facts)
     output.draw(drawing, f"{schedule.name} on {schedule.size} ranks")
 

@@ -52,15 +52,11 @@ def test_time_over_size_and_a_row_for_each_scheme_of_one_size(sizes):
 @pytest.mark.parametrize("width", [3.3, 6.5])
 def test_one_legend_that_covers_nothing_and_a_look_of_its_own_for_an_own_schedule(width):
     """Intervals are wider than marks, even in a column."""
-    keys = [
-        key for heads in (1, 16) for key in made_results.keys(["mine@1", "chain", "ring"], [0], heads=heads)
-    ]
-    rows = [
-        made_results.row(key, n, schedule="{}" if "@" in key.scheme else None)
-        for key in keys
-        for n in range(6)
-    ]
-    figure = figures.time(pandas.DataFrame(summarise(rows)), width)
+    own, known = (
+        [key for heads in (1, 16) for key in made_results.keys(names, [0], heads=heads)]
+        for names in (["mine@1"], ["chain", "ring"])
+    )
+    figure = figures.time(pandas.concat([frame(*own, schedule="{}"), frame(*known)]), width)
     FigureCanvasAgg(figure).draw()
     (legend,), (axes,) = figure.legends, figure.axes
     assert sorted(text.get_text() for text in legend.get_texts()) == ["chain", "mine@1", "ring"]

@@ -88,11 +88,7 @@ def test_an_order_that_an_assumed_price_decides_is_said():
     )
     # Asked of the one that arrivals leave fastest.
     late = estimates(machine(), list(map(Cost, paid)), drawn=[[12.0], [11.0], [12.5]])
-    assert [one.assumed_decides for one in late] == [
-        True,
-        False,
-        True,
-    ]
+    assert [one.assumed_decides for one in late] == [True, False, True]
     assert "alone" not in words(machine(), [(name, one) for name, one in found if name != "second"])
 
 

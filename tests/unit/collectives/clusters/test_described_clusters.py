@@ -123,13 +123,20 @@ def dearer(part, by):
     return structs.replace(part, **{f: v / by if f in rates else v * by for f, v in fields.items()})
 
 
-@pytest.mark.parametrize(
-    ("name", "percent"), [("dgx-h100", 0), ("frontier", 80), ("mi300x", 52), ("lumi", 24)]
-)
-def test_the_share_of_assumed_prices(name, percent):
-    """By what a time grows if they do, of recursive doubling on 64 ranks."""
-    cluster, schedule = description.load(name), build("recursive_doubling", 64)
-    places, step = block(cluster, 64), 1e-3
+#: Percent of recursive doubling's time on up to 64 ranks. On cpu-hdr200 waits for ports shrink as others
+#: grow, so that its path says 64.
+ASSUMED = {
+    "cpu-hdr200": 50, "dgx-h100": 0, "dual-4090": 98, "dual-socket": 100, "frontier": 80, "laptop": 67,
+    "leonardo": 31, "leonardo-booster": 100, "lumi": 24, "mi300x": 52, "pcie-islands": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", description.shipped())
+def test_the_share_of_assumed_prices(name):
+    """By what a time grows if they do."""
+    cluster = description.load(name)
+    ranks, step = min(64, cluster.places), 1e-3
+    schedule, places = build("recursive_doubling", ranks), block(cluster, ranks)
     wrong = structs.replace(
         cluster,
         tiers=tuple(dearer(tier, 1 + step) for tier in cluster.tiers),
@@ -137,5 +144,6 @@ def test_the_share_of_assumed_prices(name, percent):
     )
     found = simulate(schedule, cluster, places)
     share = (simulate(schedule, wrong, places).time / found.time - 1) / step
-    assert round(100 * share) == percent
-    assert assumed_share(critical_path(found)) == pytest.approx(share, abs=0.02)
+    assert round(100 * share) == ASSUMED[name]
+    along = 0.64 if name == "cpu-hdr200" else share
+    assert assumed_share(critical_path(found)) == pytest.approx(along, abs=0.02)
