@@ -63,7 +63,6 @@ class Cost:
 
 
 def cost(simulation: Simulation) -> Cost:
-    """What a step costs."""
     if not any(simulation.steps):
         return Cost({("", False): simulation.time})
     found: defaultdict[tuple[str, bool], float] = defaultdict(float)

@@ -34,8 +34,10 @@ _HATCH = (
 )
 
 
-def timeline(simulation: Simulation) -> str:
-    """A standalone SVG. Raises `RestrictionError` for what is too large to be legible."""
+def timeline(simulation: Simulation, span: float | None = None) -> str:
+    """A standalone SVG. span: microseconds of its width, for several on one scale; by default the step's own.
+    Raises `RestrictionError` for what is too large to be legible."""
+    scale = _WIDTH / max(span or simulation.time, 1e-9)
     schedule = simulation.schedule
     if schedule.size > RANK_LIMIT or schedule.messages > MESSAGE_LIMIT:
         raise RestrictionError(
@@ -60,10 +62,10 @@ def timeline(simulation: Simulation) -> str:
             f'<text class="title" x="16" y="27">{escape(title)}</text>',
             f'<text class="faint" x="16" y="45">{_LEGEND}</text>',
             *(_node(index, node, lane) for index, node in enumerate(nodes) if gap),
-            *_scale(simulation, bottom),
-            *(part for rank in lane for part in _lane(simulation, rank, lane)),
-            *(_flight(simulation, flight, lane) for flight in simulation.flights),
-            *_critical(simulation, lane),
+            *_scale(span or simulation.time, scale, bottom),
+            *(part for rank in lane for part in _lane(simulation, rank, lane, scale)),
+            *(_flight(simulation, flight, lane, scale) for flight in simulation.flights),
+            *_critical(simulation, lane, scale),
             "</svg>\n",
         ]
     )
@@ -76,10 +78,6 @@ def ticks(time: float) -> list[float]:
     return [float(f"{number * step:.6g}") for number in range(int(time / step + 1e-9) + 1)]
 
 
-def _x(simulation: Simulation, time: float) -> float:
-    return _LEFT + _WIDTH * time / max(simulation.time, 1e-9)
-
-
 def _node(index: int, node: tuple[int, ...], lane: dict[int, float]) -> str:
     first, last = lane[node[0]], lane[node[-1]]
     return (
@@ -89,14 +87,14 @@ def _node(index: int, node: tuple[int, ...], lane: dict[int, float]) -> str:
     )
 
 
-def _scale(simulation: Simulation, bottom: float) -> Iterator[str]:
-    for time in ticks(simulation.time):
-        x = _x(simulation, time)
+def _scale(span: float, scale: float, bottom: float) -> Iterator[str]:
+    for time in ticks(span):
+        x = _LEFT + scale * time
         yield f'<path class="lane" d="M{x:.1f},{_TOP - 12} V{bottom:.1f}"/>'
         yield f'<text class="faint" x="{x:.1f}" y="{_TOP - 16}" text-anchor="middle">{time:g} µs</text>'
 
 
-def _lane(simulation: Simulation, rank: int, lane: dict[int, float]) -> Iterator[str]:
+def _lane(simulation: Simulation, rank: int, lane: dict[int, float], scale: float) -> Iterator[str]:
     y, start = lane[rank], simulation.starts[rank]
     yield f'<text x="{_LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{rank}</text>'
     done = [("call", start, start + simulation.prices.call, "call")]
@@ -109,33 +107,33 @@ def _lane(simulation: Simulation, rank: int, lane: dict[int, float]) -> Iterator
             done.append(("take", flight.recv_start, flight.recv_done, about))
     for kind, begun, ended, about in sorted(done, key=lambda bar: bar[1:3]):
         if begun > start:
-            yield _bar(simulation, "wait", start, begun, y, "waits")
+            yield _bar("wait", start, begun, y, scale, "waits")
         if ended > begun and simulation.steps[rank]:
-            yield _bar(simulation, kind, begun, ended, y, about)
+            yield _bar(kind, begun, ended, y, scale, about)
         start = max(start, ended)
 
 
-def _bar(simulation: Simulation, kind: str, start: float, end: float, y: float, about: str) -> str:
-    x, width = _x(simulation, start), _WIDTH * (end - start) / max(simulation.time, 1e-9)
+def _bar(kind: str, start: float, end: float, y: float, scale: float, about: str) -> str:
+    x, width = _LEFT + scale * start, scale * (end - start)
     return (
         f'<rect class="bar {kind}" x="{x:.1f}" y="{y - 4:.1f}" width="{max(width, 0.4):.1f}" height="8">'
         f"<title>{escape(about)}</title></rect>"
     )
 
 
-def _flight(simulation: Simulation, flight: MessageEvent, lane: dict[int, float]) -> str:
+def _flight(simulation: Simulation, flight: MessageEvent, lane: dict[int, float], scale: float) -> str:
     far = " far" if flight.tier > simulation.cluster.node_tier else ""
-    start, end = _x(simulation, flight.began), _x(simulation, flight.delivered)
+    start, end = _LEFT + scale * flight.began, _LEFT + scale * flight.delivered
     way = f"M{start:.1f},{lane[flight.src]:.1f} L{end:.1f},{lane[flight.dst]:.1f}"
     return f'<path class="flight{far}" d="{way}"/>'
 
 
-def _critical(simulation: Simulation, lane: dict[int, float]) -> Iterator[str]:
+def _critical(simulation: Simulation, lane: dict[int, float], scale: float) -> Iterator[str]:
     """Along the lanes of the ranks of the chain, and with its messages from one to the next."""
     path = critical_path(simulation)
     ends = accumulate(segment.microseconds for segment in path)
     points = [
-        f"{_x(simulation, end):.1f},{lane[one.rank if one.to is None else one.to]:.1f}"
+        f"{_LEFT + scale * end:.1f},{lane[one.rank if one.to is None else one.to]:.1f}"
         for one, end in zip(path, ends, strict=True)
         if one.to is None or one.kind == "bytes"  # which a message under way ends with
     ]

@@ -83,14 +83,9 @@ class Cluster:
     ) -> subprocess.Popen:
         process = subprocess.Popen(
             [sys.executable, str(script), *map(str, words)],
-            cwd=folder,
-            env={**os.environ, **environment},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+            cwd=folder, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
         self.processes.append(process)
         return process
 

@@ -47,15 +47,9 @@ def run(
     if ranks is not None:
         command = [str(mpiexec()), "-n", str(ranks), *command]
     process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env={**os.environ, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+        command, cwd=cwd, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
     try:
         out, err = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

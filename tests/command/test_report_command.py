@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import html
 import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
 
 import pytest
@@ -17,6 +21,15 @@ from treeattn.study.compare.summary import summarise
 from .launch import in_process, mpiexec, treeattn
 
 SCHEMES = ("ring", "chain", "binary_tree", SUM)
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+MEASURING = """
+<iframe srcdoc="{page}" style="width: {pixels}px; height: 900px; border: 0"></iframe>
+<script>onload = () => {{
+  const page = document.querySelector("iframe").contentDocument;
+  const cut = [...page.querySelectorAll(".main")].some(table => table.scrollWidth > table.clientWidth);
+  document.title = page.documentElement.scrollWidth + (cut ? " cut" : " whole");
+}}</script>
+"""
 
 
 class Parsed(HTMLParser):
@@ -62,10 +75,10 @@ def made(tmp_path):
 
 def test_all_that_was_found_is_there_and_nothing_is_fetched(made, tmp_path):
     out = tmp_path / "report.html"
-    in_process("report", made, "--out", out, "--title", "A & B")
+    in_process("report", made, "--out", out)
     text = out.read_text()
     page = Parsed(text)
-    assert page.headings[0] == "A & B"
+    assert page.headings[0] == "Reductions compared"
     assert {"Machines", "Method", "Measured", "Figures", "Schedules", "To reproduce"} <= set(page.headings)
     assert page.sources
     assert all(source.startswith("data:image/svg+xml;base64,") for source in page.sources)
@@ -84,6 +97,49 @@ def test_all_that_was_found_is_there_and_nothing_is_fetched(made, tmp_path):
     assert "treeattn report r.jsonl --out report.html" in text
     for scheme in ("ring", "chain", "mine@1"):
         assert f"{scheme} on 4 ranks" in page.headings
+
+
+@pytest.mark.parametrize(
+    ("cluster", "about"),
+    [((), "2 x 2 ranks with the prices of cpu-hdr200"), (("--cluster", "dual-socket"), "socket")],
+)
+def test_why_the_fastest_is_so_is_drawn(tmp_path, cluster, about):
+    """Over time, on one scale, the fastest and the first that is slower; and in each schedule's drawing."""
+    out, path = tmp_path / "r.html", made_results.write(tmp_path / "r", made_results.keys(SCHEMES, [0]), 9)
+    in_process("report", path, "--out", out, *cluster)
+    text = out.read_text()
+    drawn = [base64.b64decode(one).decode() for one in re.findall(r"svg\+xml;base64,([\w+/=]+)", text)]
+    over_time = [one for one in drawn if 'class="bar wait"' in one]
+    assert [re.search(r'aria-label="(\w+)', one)[1] for one in over_time] == ["ring", "chain"]
+    assert len({tuple(re.findall(r">[\d.]+ µs<", one)) for one in over_time}) == 1
+    assert all('class="critical"' in one for one in over_time)
+    rounds = [one for one in drawn if 'class="round' in one]
+    assert ["critical path" in one for one in rounds] == 3 * [True]
+    assert about in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to render with: apt-get install chromium")
+@pytest.mark.parametrize(("pixels", "media"), [(360, "screen"), (1280, "screen"), (703, "print")])
+def test_nothing_is_wider_than_a_window_or_a_page(tmp_path, pixels, media):
+    """A4 has 703 pixels between margins of 12 mm."""
+    fields = {"environment": {"SLURM_JOB_NODELIST": "node" + "0001," * 40}, "commit": 40 * "f"}
+    fields |= {"hosts": "node0001,node0002", "predicted_us": 9.0, "warning": "ranks share cores " * 4}
+    one, many = (
+        made_results.keys([*SCHEMES, "hierarchical"], [0, 512], heads=n, kv_heads=1) for n in (1, 16)
+    )
+    path = made_results.write(tmp_path / "r.jsonl", [*one, *many], 8, **fields)
+    in_process("report", path, "--out", tmp_path / "r.html")
+    text = (tmp_path / "r.html").read_text()
+    text = text.replace("@media print", "@media all") if media == "print" else text
+    (tmp_path / "frame.html").write_text(MEASURING.format(page=html.escape(text), pixels=pixels))
+    words = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", "--dump-dom"]
+    done = subprocess.run(
+        [CHROMIUM, *words, f"--user-data-dir={tmp_path / 'profile'}", (tmp_path / "frame.html").as_uri()],
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    wide, main = re.search(r"<title>(\d+) (\w+)</title>", done.stdout).groups()
+    assert int(wide) <= pixels
+    assert main == "whole" or pixels < 703
 
 
 def test_what_is_wrong_is_said(tmp_path):

@@ -29,7 +29,7 @@ simulate --cluster dgx-h100 --ranks 8 --tokens 64k --kv-heads 4 --heads 8 --head
 simulate --cluster laptop --ranks 2 --placement 0+2 --arrivals 0+1us --schemes chain --format svg --out c
 tune --cluster laptop --ranks 4 --placement cyclic --executor slots --out b.json
 plot results.jsonl --figures time,relative --format svg,png --width 3in --baseline kv_ring --out f
-report results.jsonl --title x --baseline kv_ring --out a.html
+report results.jsonl --cluster lumi --baseline kv_ring --out a.html
 decode cache.safetensors --scheme hierarchical:nodes=1 --layout zigzag
 decode cache.safetensors --repeat 2 --reproducible tokens --out a.safetensors --json a.json
 verify drafts.safetensors --scheme ring --layout zigzag --owner round_robin --repeat 2 --out a.safetensors

@@ -24,6 +24,9 @@ needs_nccl = pytest.mark.skipif(
     _PROBLEM is None and nccl.problem() is not None, reason=str(_PROBLEM or nccl.problem())
 )
 
+OVER_NCCL = [
+    pytest.param(scheme, "nccl", marks=needs_nccl) for scheme in ("recursive_doubling", "nccl_allreduce")
+]
 CASE = Case("bfloat16", 128, group=4, batch=2, tokens=300)
 
 
@@ -46,8 +49,7 @@ def test_decode_is_exact(case: Case) -> None:
         ("binary_tree", None),
         ("ring", "host"),
         ("mpi_allreduce", "host"),
-        pytest.param("recursive_doubling", "nccl", marks=needs_nccl),
-        pytest.param("nccl_allreduce", "nccl", marks=needs_nccl),
+        *OVER_NCCL,
         pytest.param("nccl_allreduce:calls=3", "nccl", marks=needs_nccl),
     ],
 )
@@ -74,14 +76,7 @@ def test_lengths_of_the_host_may_change_at_once() -> None:
             check(CASE, results)
 
 
-@pytest.mark.parametrize(
-    ("scheme", "transport"),
-    [
-        ("binary_tree", None),
-        pytest.param("recursive_doubling", "nccl", marks=needs_nccl),
-        pytest.param("nccl_allreduce", "nccl", marks=needs_nccl),
-    ],
-)
+@pytest.mark.parametrize(("scheme", "transport"), [("binary_tree", None), *OVER_NCCL])
 def test_a_captured_step_follows_growing_lengths(scheme: str, transport: str | None) -> None:
     import cupy
 

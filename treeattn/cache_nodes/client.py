@@ -106,7 +106,6 @@ class CacheNodes:
 
     @property
     def bytes(self) -> int:
-        """Their bytes."""
         return self._link.tree.bytes
 
     def cache(

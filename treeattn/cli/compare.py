@@ -298,6 +298,5 @@ class _Session:
         return 0 if passed and not self._errors else 1
 
     def close(self) -> None:
-        """Close the file."""
         if self._writer is not None:
             self._writer.close()

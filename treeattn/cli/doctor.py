@@ -86,7 +86,6 @@ def _mpi(other_ranks: bool, together: bool) -> Iterator[Finding]:
 
 
 def _started() -> Finding:
-    """How this very process was started."""
     launcher, _, announced = launch.launched()
     if launcher == launch.TORCHRUN:
         what = f"{announced} ranks that torchrun started, and find each other by torch.distributed"

@@ -106,7 +106,6 @@ def _over_peers(
 
 @contextlib.contextmanager
 def _for_other_nodes() -> Iterator[None]:
-    """Say what NCCL is for."""
     try:
         yield
     except TransportError as error:

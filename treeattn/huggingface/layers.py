@@ -122,7 +122,6 @@ class FullAttentionLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        """Forget all tokens."""
         self.crop(-self.slots)
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def save(cache: ShardedKV, directory: str | Path, unchecked: bool) -> None:
-    """As `ShardedKV.save`."""
     _check_layers(cache)
     for layer in cache.layers:
         layer.check_whole()
@@ -37,7 +36,6 @@ def save(cache: ShardedKV, directory: str | Path, unchecked: bool) -> None:
 
 
 def load(cache: ShardedKV, directory: str | Path, unchecked: bool, device: Any) -> None:
-    """As `ShardedKV.load`."""
     from treeattn.cache import saved  # reads and checks JSON: for files alone
 
     _check_layers(cache)

@@ -32,7 +32,6 @@ class NgramDrafts:
         self._known = 0
 
     def __call__(self, tokens: list[int], budget: int, depth: int) -> list[list[int]]:
-        """Propose paths as `Drafter` does."""
         for end in range(self._known + 1, len(tokens)):
             for size in self._sizes:
                 if size <= end:

@@ -19,20 +19,15 @@ def cupy(monkeypatch):
 
 
 @pytest.fixture
-def log(cupy):
-    """What is called after the stopwatch is there."""
-    return cupy.log
-
-
-@pytest.fixture
-def stopwatch(cupy, log):
+def stopwatch(cupy):
     made = laps.CupyStopwatch()
     assert made.l2_bytes == 1 << 18
-    log.clear()
+    cupy.log.clear()
     return made
 
 
-def test_laps_lie_between_events_without_waiting(cupy, stopwatch, log):
+def test_laps_lie_between_events_without_waiting(cupy, stopwatch):
+    log = cupy.log
     cupy.answers["cuda.get_elapsed_time"] = 2.0  # ms
     times = stopwatch.laps([lambda: log.append("a"), lambda: log.extend("bc")])
     assert times == pytest.approx([2e-3, 2e-3])
@@ -45,7 +40,8 @@ def test_laps_lie_between_events_without_waiting(cupy, stopwatch, log):
     assert first[1] is second[0]
 
 
-def test_host_time_leaves_the_device_out(stopwatch, log, monkeypatch):
+def test_host_time_leaves_the_device_out(cupy, stopwatch, monkeypatch):
+    log = cupy.log
     clock = iter([10.0, 14.0])
     monkeypatch.setattr(laps.time, "perf_counter", lambda: next(clock))
     assert stopwatch.host_seconds(lambda: log.append("call"), 4) == 1.0

@@ -250,5 +250,4 @@ class Writer:
             ) from None
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()

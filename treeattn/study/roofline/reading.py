@@ -41,7 +41,6 @@ class Reader(NamedTuple):
         return int(read_memory(address, size, *numbers))
 
     def seconds(self, array: Any, threads: int) -> float:
-        """How long `read` takes."""
         return seconds(lambda: self.read(array, threads), threads)
 
 
