@@ -8,7 +8,7 @@ each family, for a machine that is taken back.
 
 Times are of a whole step (attention, merge of the splits, finish), one query of bfloat16 over a cold L2
 unless a shape says more, against torch's SDPA where torch is, and against a copy: percent of copy rate as in
-treeattn.study.roofline.laps. The first lap behind the copy is thrown away: the copy's write-back is in it.
+gpu_laps.py. The first lap behind the copy is thrown away: the copy's write-back is in it.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ import numpy as np
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT)]
 
+import gpu_laps  # noqa: E402
+
 from treeattn.attention.arguments import Rules  # noqa: E402
 from treeattn.attention.mask_tables import MaskTables  # noqa: E402
 from treeattn.attention.positions import Runs  # noqa: E402
@@ -39,7 +41,6 @@ from treeattn.backends import cuda  # noqa: E402
 from treeattn.backends.cuda import cupy_runtime  # noqa: E402
 from treeattn.backends.cuda import driver as cuda_driver  # noqa: E402
 from treeattn.study import environment  # noqa: E402
-from treeattn.study.roofline import laps as roofline  # noqa: E402
 
 CACHE = "tests/data/smollm2_layer17_4096"
 # Without the settings of setup.cfg, which ask for plugins and take a warning of CuPy for an error.
@@ -106,7 +107,7 @@ class Step:
         )
         self.attend = attention.finishing(cuda.planned_finish(records, self.out, lse, runtime=self.runtime))
         q_shape = (batch, self.queries, heads, shape.head_dim)
-        self.q = roofline.upload_random(self.runtime, q_shape, np.dtype(np.uint16))
+        self.q = gpu_laps.upload_random(self.runtime, q_shape, "bfloat16")
         size = shape.batch * shape.tokens * shape.kv_heads * shape.head_dim * (1 if eight else 2)
         count = 1 + max(1, -(-2 * stopwatch.l2_bytes // (size if shape.latent else 2 * size)))
         self.caches = [self.cache(seed) for seed in range(count)]
@@ -127,18 +128,9 @@ class Step:
     def filled(self, shape: tuple[int, ...], seed: int) -> Any:
         """Random numbers, repeated along the tokens."""
         block = (min(1024, shape[0] * shape[1]), *shape[2:])
-        if self.shape.dtype == "bfloat16":
-            part = roofline.upload_random(self.runtime, block, np.dtype(np.uint16), seed)
-        else:
-            ml_dtypes = importlib.import_module("ml_dtypes")
-            numbers = np.random.default_rng(seed).standard_normal(block)
-            part = self.runtime.empty(block, np.uint8)
-            self.runtime.upload(part, numbers.astype(getattr(ml_dtypes, self.shape.dtype)).view(np.uint8))
+        part = gpu_laps.upload_random(self.runtime, block, self.shape.dtype, seed)
         array = self.runtime.empty(shape, part.dtype)
-        flat = array.reshape(-1, *shape[2:])
-        for begin in range(0, len(flat), len(part)):
-            piece = flat[begin : begin + len(part)]
-            self.runtime.copy(piece, part[: len(piece)])
+        gpu_laps.repeat(self.runtime, array.reshape(-1, *shape[2:]), part)
         return array
 
     def tables(self) -> MaskTables | None:
@@ -205,13 +197,13 @@ def torch_lap(stopwatch: Any, step: Step) -> Any:
 
 def time_shapes(stopwatch: Any, shapes: list[Shape], repeats: int = 11) -> Iterator[dict[str, Any]]:
     """A row for each shape, in turn with copies and torch."""
-    copy, moved = roofline.copy_lap(stopwatch)
+    copy, moved = gpu_laps.copy_lap(stopwatch)
     for shape in shapes:
         step = Step(stopwatch, shape)
-        own = roofline.captured(stopwatch.runtime, [functools.partial(step, k, v) for k, v in step.caches])
+        own = gpu_laps.captured(stopwatch.runtime, [functools.partial(step, k, v) for k, v in step.caches])
         torch = torch_lap(stopwatch, step)
         laps = [own, *([torch] if callable(torch) else [])]
-        copying, _, *around = roofline.median_laps(stopwatch, [copy, own, *laps], copy, repeats)
+        copying, _, *around = gpu_laps.median_laps(stopwatch, [copy, own, *laps], copy, repeats)
         seconds = [lap / len(step.caches) for lap in around]
         yield shape._asdict() | {
             "microseconds": seconds[0] * 1e6,
@@ -235,7 +227,7 @@ def time_reductions() -> Iterator[dict[str, Any]]:
 def measure(family: str) -> None:
     """Prints a row of JSON for each shape of a family, in this process."""
     shapes = TIMED.get(family)
-    for row in time_shapes(roofline.CupyStopwatch(), shapes) if shapes else time_reductions():
+    for row in time_shapes(gpu_laps.CupyStopwatch(), shapes) if shapes else time_reductions():
         print(json.dumps(row), flush=True)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -52,3 +54,22 @@ def test_frames_and_launches_of_a_step(runtime: EmulatorRuntime, way: str) -> No
         counted, step = (runtime.launches, runtime.allocations), given(*arrays)
         assert frames(lambda: decoder(*step)) <= most
         assert (runtime.launches, runtime.allocations) == (counted[0] + 1, counted[1])
+
+
+@pytest.mark.usefixtures("runtime")
+def test_arrays_of_another_shape_are_seen_and_none_is_kept() -> None:
+    q, k, v = CASE.inputs()[:3]
+    with treeattn.Decoder(**CASE.plan) as decoder:
+        kept, k = weakref.ref(given := k.copy()), v
+        decoder(q, given, v)
+        decoder(q, given := v.copy(), v)
+        assert kept() is None
+        with pytest.raises(treeattn.ArgumentError, match=r"k has shape \[5\]"):
+            decoder(q, np.zeros(5, v.dtype), v, [3, 3])
+    latent = {"heads": 16, "kv_heads": 1, "head_dim": 576, "cache": treeattn.CacheFormat(v_dim=512)}
+    with treeattn.Decoder(**latent, scale=0.05, device="cuda") as decoder:
+        q, k = (np.zeros((1, *shape, 576), ml_dtypes.bfloat16) for shape in ((1, 16), (50, 1)))
+        decoder(q, k)
+        for wrong in (k[:, :30, :, :512], k[..., :100]):
+            with pytest.raises(treeattn.ArgumentError, match="v has shape"):
+                decoder(q, k, wrong)

@@ -255,6 +255,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(comm):
             ({"layer": 0, "q": q[..., :8], "k": k, "v": k}, "q has shape"),
             ({"layer": 0, "q": q[:, :, :3], "k": k, "v": k}, "cannot be grouped over 2 KV heads"),
             ({"layer": 0, "q": q.astype("f8"), "k": k, "v": k}, "q is float64, expected float32"),
+            ({"layer": 0, "q": None, "k": k, "v": k}, "q is missing"),
             ({"layer": 0, "q": q, "k": k, "v": k, "counts": [4]}, "counts .* from 0 to 3 are needed"),
             ({"layer": 0, "q": q, "k": k, "v": k, "begins": [1, 2]}, "begins .* 1 whole numbers"),
         ]

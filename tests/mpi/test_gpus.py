@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -500,3 +501,13 @@ def test_a_rank_that_does_not_come_on_one_of_two_nodes(comm):
         with pytest.raises(treeattn.TransportError, match=r"1 s without|NCCL's end"):
             decoder.close()
     comm.Barrier()
+
+
+@pytest.mark.usefixtures("nccl_communicators", "several")
+def test_the_end_of_a_prefill_that_a_gpu_never_comes_to_is_told(comm, runtime, monkeypatch):
+    monkeypatch.setenv("TREEATTN_TIMEOUT", "1")
+    shape = {"tokens": 2, "heads": 2, "kv_heads": 2, "head_dim": 64, "dtype": "float32"}
+    planned = treeattn.Prefill(comm, **shape, device="cuda")
+    monkeypatch.setattr(runtime, "synchronize_all", threading.Event().wait)
+    with pytest.raises(treeattn.PeerTimeoutError, match="the prefill's ring: 1 s without the blocks of rank"):
+        planned.close()

@@ -146,6 +146,14 @@ def no_shared_memory(monkeypatch):
     return lambda fails: monkeypatch.setattr(*places.get(fails, (os, fails, refused)))
 
 
+def test_ranks_that_are_told_otherwise_of_their_cores_cut_records_alike(comm, decoder_of, monkeypatch):
+    monkeypatch.setattr(communicators, "oversubscribed", lambda _: comm.rank == 0)
+    q, k = np.ones((64, 1, 4, 16), np.float32), np.full((64, 1, 2, 16), float(comm.rank), np.float32)
+    with decoder_of(batch=64, scheme="chain") as decoder:  # 18 KiB of records
+        for _ in range(3):
+            assert np.isfinite(decoder(q, k, k)[1]).all()
+
+
 @pytest.mark.many_ranks
 @pytest.mark.parametrize("fails", ["memfd_create", "posix_fallocate", "opened", "token"])
 def test_no_shared_memory_is_said_in_one_line(comm, several, decoder_of, no_shared_memory, fails):

@@ -110,7 +110,7 @@ class MaskTables:
         self.update(Runs([(0, 1, tokens)]), tokens, lengths, stands, *more, **named)
 
     def seen(self, row: int, query: int) -> tuple[Array, Array | None]:
-        """The tokens that a query sees, int64, and where they stand, float64, if a rule asks for that."""
+        """The tokens that a query sees, int64, and where they stand, int64, if a rule asks for that."""
         pieces = self.intervals[row, query].reshape(2, 2).tolist()
         bits = np.unpackbits(self.mask[row, query].astype("<u4").view(np.uint8), bitorder="little")
         drafts = np.flatnonzero(bits[: self.drafts])
@@ -119,7 +119,7 @@ class MaskTables:
         if self.rules.alibi is None:
             return tokens, None
         stands = [self.runs.positions(*piece) for piece in pieces if piece[0] < piece[1]]
-        return tokens, np.concatenate([*stands, self.draft_positions[row, drafts]]).astype(np.float64)
+        return tokens, np.concatenate([*stands, self.draft_positions[row, drafts]])
 
     def _context(self, tokens: int, lengths: ArrayLike | None) -> int | Array:
         """Tokens before the drafts: one number for all sequences, or int64 [batch]."""

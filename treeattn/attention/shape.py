@@ -161,11 +161,12 @@ class Shape:
                 f"q has shape {list(q.shape)}, expected [batch, queries, heads, head_dim] = "
                 f"{list(self.q_shape)}{in_torch_layout('q', q.shape, self.heads)}"
             )
-        self._check_elements("q", q, self.dtype)
+        self._check_elements("q", q, self.dtype, False)
 
-    def check_cache(self, k: Array, v: Array, what: str = "") -> None:
+    def check_cache(self, k: Array, v: Array, what: str = "", *, copied: bool = False) -> None:
         """Raise `ArgumentError` unless k is [batch, tokens, kv_heads, head_dim], or [pages, page_size, ..],
-        and v the same with v_dim for head_dim. what: before their names, such as draft_."""
+        and v the same with v_dim for head_dim. what: before their names, such as draft_. copied: what is not
+        read where it lies may be strided in any way."""
         if k.shape != v.shape and self.v_dim == self.head_dim:
             raise ArgumentError(
                 f"{what}k has shape {list(k.shape)} and {what}v {list(v.shape)}: they must be the same"
@@ -185,8 +186,8 @@ class Shape:
                 f"{what}v has shape {list(v.shape)}, expected [{axes}, kv_heads, v_dim] = "
                 f"{[*k.shape[:3], self.v_dim]}"
             )
-        self._check_elements(f"{what}k", k, self.kv_dtype or self.dtype)
-        self._check_elements(f"{what}v", v, self.kv_dtype or self.dtype)
+        for name, array in (("k", k), ("v", v)):
+            self._check_elements(what + name, array, self.kv_dtype or self.dtype, copied)
 
     def check_shard(self, shard: Shard) -> None:
         """Raise `ArgumentError` where a shard says other things of the cache than were planned."""
@@ -203,13 +204,13 @@ class Shape:
         """`lengths` as int64 [batch], each between 0 and `tokens`. Raises `ArgumentError`."""
         return np.ascontiguousarray(read_lengths(lengths, self.batch, tokens), np.int64)
 
-    def _check_elements(self, name: str, array: Array, dtype: str) -> None:
+    def _check_elements(self, name: str, array: Array, dtype: str, copied: bool) -> None:
         if array.dtype != CACHE_DTYPES[dtype] and _NAMES.get(array.dtype, "") != bits_of(dtype):
             raise ArgumentError(
                 f"{name} is {array.dtype}, expected {dtype}: k and v are of one type, that of the plan "
                 "(dtype= of a Decoder or a cache, bfloat16 unless named; dtype= of a CacheFormat)"
             )
-        if array.strides[3] != array.dtype.itemsize and array.size:
+        if array.strides[3] != array.dtype.itemsize and array.size and not copied:
             raise ArgumentError(
                 f"{name} is not contiguous in its last axis (head_dim): pass ascontiguousarray({name})"
             )

@@ -240,7 +240,7 @@ class CacheLayer:
         given = tuple(map(self._plan.device.view, ("k", "v"), given))
         check_axes("k", given[0])
         values = given[0][..., : self._shape.v_dim] if v is None else given[1]
-        self._shape.check_cache(given[0], values)
+        self._shape.check_cache(given[0], values, copied=True)
         elements = self.k.dtype  # perhaps their bits, as what is given may be
         return tuple(one if one.dtype == elements else one.view(elements) for one in given)
 

@@ -103,6 +103,8 @@ class RemoteCache:
         ArgumentError
             What does not fit, or exceeds the capacity: before anything is sent.
         """
+        if q is None:
+            raise ArgumentError("q is missing: a step attends, append(..) alone does not")
         self._check_scale(scale)
         given = self._checked(layer, q, k, v)
         queries, heads = given[0].shape[1:3]
@@ -277,7 +279,11 @@ class RemoteCache:
         if not plan.latent and (k is None) != (v is None):
             raise ArgumentError("k and v come together, or neither of them")
         every = ("q", q), (f"{what}k", k), (f"{what}v", v)
-        named = [(name, arrays.on_host(name, array)) for name, array in every if array is not None]
+        named = [
+            (name, np.ascontiguousarray(arrays.on_host(name, array)))  # as they travel
+            for name, array in every
+            if array is not None
+        ]
         for name, array in named:
             check_axes(name, array)
         given = tuple(array if name == "q" else _elements(array, plan.dtype) for name, array in named)

@@ -25,7 +25,7 @@ from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder.mask_plan import DeclaredPositions, agreed_runs, check_blocks
 from treeattn.decoder.plan import sinks
 from treeattn.decoder.request import refuse, telling_arguments
-from treeattn.errors import ArgumentError, StateError
+from treeattn.errors import ArgumentError, PeerTimeoutError, StateError
 from treeattn.mpi import communicators
 from treeattn.mpi.communicators import Agreement
 from treeattn.partial import Array
@@ -140,7 +140,8 @@ class _Ring:
         most = max(map(len, shards)) if size > 1 else 0
         self._buffers = self.empty(most), self.empty(most)
         beside = " and ".join(f"rank {one}" for one in sorted({self._before, self._after}))
-        self._activity = watchdog.Activity("the prefill's ring", f"the blocks of {beside}")
+        self.waits_for = "the prefill's ring", f"the blocks of {beside}"
+        self._activity = watchdog.Activity(*self.waits_for)
 
     def count(self, tokens: int) -> list[int]:
         """Elements of k and of v, of so many tokens."""
@@ -330,11 +331,18 @@ class Prefill:
         """Give the communicator back. Collective; a second call does nothing."""
         self._owner.check()
         if self._comm is not None:
-            if self._nccl is not None:
-                self._device.memory.synchronize()
-                self._nccl.close()
+            stream, seconds = self._device.stream, watchdog.limit()
+            for wait in (stream.synchronize_all, self._nccl.close) if stream and self._nccl else ():
+                if not watchdog.call_with_timeout(seconds, wait):
+                    self._leave()
+                    raise PeerTimeoutError(watchdog.timeout_message(*self._ring.waits_for, seconds))
             self._comm.free()
             self._comm = None
+
+    def _leave(self) -> None:
+        """Without the others, who may wait elsewhere."""
+        if self._nccl is not None:
+            watchdog.call_with_timeout(10, self._nccl.abort)  # it waits for graphs
 
     def __enter__(self) -> Prefill:
         return self
@@ -343,6 +351,8 @@ class Prefill:
         """Not after an exception, when other ranks may wait elsewhere."""
         if exception[0] is None:
             self.close()
+        else:
+            self._leave()
 
 
 def _between_gpus(comm: Communicator, device: Any) -> NcclCommunicator | None:

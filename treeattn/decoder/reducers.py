@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Iterable
 
 from treeattn.backends.device import Device
 from treeattn.collectives.catalog import DEVICES, Scheme, Selection
@@ -219,13 +220,19 @@ def run_rounds(executor: str | None, schedule: Schedule, reduction: ReductionSpe
     if executor == library:
         return by_messages()
     not_callable = _not_callable(library)
-    lacking = _first(comm, compiled.problem(reduction) or not_callable)
+    with Agreement(comm) as agreed:
+        agreed.share = compiled.problem(reduction) or not_callable, oversubscribed
+    lacking = _of_lowest(problem for problem, _ in agreed.gathered)
     if lacking is not None:
         _cannot(executor, lacking, repr(library))
         if not_callable is not None:  # else it is the records: their planner knows
             _warn(comm, f"Python runs every round, since {lacking}")
         return _instead(interpreter.InterpretedReducer(reduction, schedule), lacking)
     nodes = communicators.node_groups(comm)
+    if (
+        len(nodes) == 1
+    ):  # in how many pieces records go hangs on it, and launchers tell ranks different things
+        oversubscribed = any(shared for _, shared in agreed.gathered)
     if executor == "program" or (executor is None and len(nodes) == comm.size):
         return by_messages()
     try:
@@ -269,5 +276,8 @@ def _first(comm: Communicator, problem: str | None) -> str | None:
     """The problem of the lowest rank that has one. Collective."""
     with Agreement(comm) as agreed:
         agreed.share = problem
-    named = (f"rank {rank}: {text}" for rank, text in enumerate(agreed.gathered) if text)
-    return next(named, None)
+    return _of_lowest(agreed.gathered)
+
+
+def _of_lowest(problems: Iterable[str | None]) -> str | None:
+    return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), None)

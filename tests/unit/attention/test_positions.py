@@ -255,3 +255,9 @@ def test_calls_that_no_table_serves(queries, call, message):
     given["mask"] = given["mask"][:, :queries] if "mask" in given else None
     with pytest.raises(ArgumentError, match=message):
         MaskTables(Rules(causal=True, leading=1), 2, queries).update(**given)
+
+
+def test_distances_between_far_positions_are_exact():
+    tables = MaskTables(Rules(causal=True, alibi=(0.5,)), 1, 1)
+    tables.update(as_runs(2**59 + np.arange(6)), 6, None, [[2**59 + 5]])
+    assert (2**59 + 5 - tables.seen(0, 0)[1]).tolist() == [5, 4, 3, 2, 1, 0]

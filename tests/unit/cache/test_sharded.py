@@ -110,6 +110,8 @@ def test_tensors_of_torch_are_taken(dtype):
     new = torch.arange(32, dtype=getattr(torch, dtype)).reshape(1, 2, HEADS, DIM)
     shard.append(new, new)
     assert shard.k[:, :2].astype(float).tolist() == new.tolist()
+    shard.append(new.transpose(1, 3).contiguous().transpose(1, 3), new[:, :, :1].expand(-1, -1, HEADS, -1))
+    assert shard.k[:, 2:4].astype(float).tolist() == new.tolist()  # strided: what is copied may lie anyhow
     with refused(f"k is float16, expected {dtype}"):
         shard.append(new.half(), new.half())
 

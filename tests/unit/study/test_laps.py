@@ -1,33 +1,22 @@
-"""In which order the stopwatch speaks to CuPy, on a GPU that is made up."""
+"""In which order the stopwatch of benchmarks/gpu_laps.py speaks to CuPy, on a GPU that is made up."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 
+import gpu_laps
 import pytest
 
 from tests.unit.backends.cupy_signatures import MadeUpCupy
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.study.roofline import laps
 
 
-@pytest.fixture
-def cupy(monkeypatch):
-    made = MadeUpCupy()
-    monkeypatch.setattr(cupy_runtime, "current", lambda: SimpleNamespace(namespace=made))
-    return made
-
-
-@pytest.fixture
-def stopwatch(cupy):
-    made = laps.CupyStopwatch()
-    assert made.l2_bytes == 1 << 18
-    cupy.log.clear()
-    return made
-
-
-def test_laps_lie_between_events_without_waiting(cupy, stopwatch):
-    log = cupy.log
+def test_laps_lie_between_events_and_host_time_leaves_the_device_out(monkeypatch):
+    cupy = MadeUpCupy()
+    monkeypatch.setattr(cupy_runtime, "current", lambda: SimpleNamespace(namespace=cupy))
+    stopwatch, log = gpu_laps.CupyStopwatch(), cupy.log
+    assert stopwatch.l2_bytes == 1 << 18
+    log.clear()
     cupy.answers["cuda.get_elapsed_time"] = 2.0  # ms
     times = stopwatch.laps([lambda: log.append("a"), lambda: log.extend("bc")])
     assert times == pytest.approx([2e-3, 2e-3])
@@ -39,11 +28,8 @@ def test_laps_lie_between_events_without_waiting(cupy, stopwatch):
     first, second = (entry[1:] for entry in log if entry[0] == "cuda.get_elapsed_time")
     assert first[1] is second[0]
 
-
-def test_host_time_leaves_the_device_out(cupy, stopwatch, monkeypatch):
-    log = cupy.log
+    log.clear()
     clock = iter([10.0, 14.0])
-    monkeypatch.setattr(laps.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(gpu_laps.time, "perf_counter", lambda: next(clock))
     assert stopwatch.host_seconds(lambda: log.append("call"), 4) == 1.0
-    wait = ("cuda.Stream.synchronize",)
-    assert log[1:-1] == ["call", wait, *["call"] * 4, wait]
+    assert log[1:-1] == ["call", (wait,), *["call"] * 4, (wait,)]

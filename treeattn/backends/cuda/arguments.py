@@ -23,7 +23,8 @@ def layout_of(q: Array, k: Array, v: Array) -> tuple[Any, ...]:
     k_shape, v_shape = k.shape, v.shape
     return (
         *(q.shape, q.strides, q.dtype, k.strides, k.dtype, v.strides, v.dtype),
-        *(len(k_shape), k_shape[:1], k_shape[2:], min(k_shape[1:2], (2,)), k_shape == v_shape),
+        *(len(k_shape), k_shape[:1], k_shape[2:], min(k_shape[1:2], (2,))),
+        *(len(v_shape), v_shape[:1], v_shape[2:], k_shape[1:2] == v_shape[1:2]),
     )
 
 

@@ -238,7 +238,11 @@ class Cuda(Device):
         """Where the reducer does nothing but queue."""
         if not reducer.idle and not reducer.queued(finish):
             return None
-        return PlannedStep(attention, reducer, finish, functools.partial(self.lengths, shape))
+        return PlannedStep(attention, reducer, finish, functools.partial(self.lengths, shape), self._forget)
+
+    def _forget(self) -> None:
+        """What `attention` binds is held there, and no longer than it is bound."""
+        self._admitted = (None,) * 3
 
     def pack(self, records: Array, factor: float) -> Callable[[Array, Array], object]:
         return planned_pack(records, factor, runtime=self.runtime)

@@ -19,10 +19,11 @@ class PlannedStep:
         reducer: Reducer,
         finish: Any,
         lengths: Callable[[Any, int], Any],
+        forget: Callable[[], object],
     ) -> None:
         """reducer: one that is idle, or whose steps are all `queued`. lengths: makes of lengths and a number
-        of tokens what `attention` takes."""
-        self._planned, self._reducer, self._lengths = attention, reducer, lengths
+        of tokens what `attention` takes. forget: drops the arrays that a closer look was taken at."""
+        self._planned, self._reducer, self._lengths, self._forget = attention, reducer, lengths, forget
         behind = reducer.queued(finish) or ()
         # On a rank alone who stores the last of a record finishes it.
         self._attend = attention.finishing(finish) if reducer.idle else attention
@@ -31,6 +32,7 @@ class PlannedStep:
     def run(self, *given: Any) -> None:
         """A step over (q, k, v, lengths, block table)."""
         self._attend(*given)
+        self._forget()
         self._fold()
 
     def __call__(self, q: Array, k: Array, v: Array, lengths: Any = None) -> bool:
@@ -38,6 +40,8 @@ class PlannedStep:
         closer look, before `run`."""
         bound, reducer = self._planned.bound, self._reducer
         if not bound or not (type(q) is type(bound[0]) and type(k) is type(bound[1]) is type(v)):
+            return False
+        if len(k.shape) != 4:
             return False
         if lengths is not None and lengths is not bound[3]:
             lengths = self._lengths(lengths, k.shape[1])

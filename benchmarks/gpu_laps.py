@@ -1,4 +1,4 @@
-"""Laps on a GPU for benchmarks/gpu.py, which times attention in turn with a device-to-device copy.
+"""Laps on a GPU, for gpu.py, which times attention in turn with a device-to-device copy.
 
 A copy of n bytes moves 2n: n are read and n are written. Percent of copy rate is the bytes of the cache that
 attention reads per second, against 2n over the time of the copy.
@@ -61,12 +61,7 @@ class CupyStopwatch:
 
 def captured(runtime: cuda.Runtime, calls: Sequence[Callable[[], object]]) -> CudaGraph:
     """All calls as one graph, after they ran once: that compiles and allocates."""
-
-    def run() -> None:
-        for call in calls:
-            call()
-
-    lap = CudaGraph(runtime, run)
+    lap = CudaGraph(runtime, lambda: [call() for call in calls])
     lap()
     lap.record()
     return lap
@@ -84,22 +79,21 @@ def copy_lap(stopwatch: CupyStopwatch) -> tuple[Callable[[], object], int]:
     """A copy on the device of eight times its L2 cache, and how many bytes it moves: read and written."""
     runtime, size = stopwatch.runtime, 8 * stopwatch.l2_bytes
     into, source = (runtime.empty((size,), np.uint8) for _ in range(2))
-    block = _upload(runtime, np.random.default_rng(0).integers(0, 256, min(size, 1 << 20), np.uint8))
-    for begin in range(0, size, len(block)):
-        part = source[begin : begin + len(block)]
-        runtime.copy(part, block[: len(part)])
+    repeat(runtime, source, upload_random(runtime, (min(size, 1 << 20),), "float8_e4m3fn"))
     return functools.partial(runtime.copy, into, source), 2 * size
 
 
-def upload_random(runtime: cuda.Runtime, shape: tuple[int, ...], element: Any, seed: int = 0) -> Any:
-    """Random numbers on the device; of type uint16 the bits of bfloat16."""
-    numbers = np.random.default_rng(seed).standard_normal(shape)
-    if element == np.uint16:
-        return _upload(runtime, numbers.astype(ml_dtypes.bfloat16).view(np.uint16))
-    return _upload(runtime, numbers.astype(element))
-
-
-def _upload(runtime: cuda.Runtime, array: Any) -> Any:
-    moved = runtime.empty(array.shape, array.dtype)
-    runtime.upload(moved, array)
+def upload_random(runtime: cuda.Runtime, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:
+    """The bits of random numbers, of a type of ml_dtypes, on the device."""
+    numbers = np.random.default_rng(seed).standard_normal(shape).astype(getattr(ml_dtypes, dtype))
+    bits = numbers.view(f"u{numbers.itemsize}")
+    moved = runtime.empty(shape, bits.dtype)
+    runtime.upload(moved, bits)
     return moved
+
+
+def repeat(runtime: cuda.Runtime, into: Any, block: Any) -> None:
+    """Fill an array of the device along its first axis."""
+    for begin in range(0, len(into), len(block)):
+        part = into[begin : begin + len(block)]
+        runtime.copy(part, block[: len(part)])
