@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from tests.support.tiny_models import assert_close, logits_of, made, padded, prompt  # noqa: E402
 from treeattn import huggingface  # noqa: E402
-from treeattn.errors import ArgumentError  # noqa: E402
+from treeattn.errors import ArgumentError, StateError  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
 
@@ -129,6 +129,9 @@ def test_ranks_that_draw_otherwise_are_told(comm, monkeypatch, given):
     match = "ids differs between ranks" if "num_beams" in given else "ranks were given different tokens"
     with pytest.raises(ArgumentError, match=match):
         model.generate(prompt(2), past_key_values=cache, do_sample=True, **given)
+    cache.reset()
+    with pytest.raises(StateError, match="is at another call: .*; this is rank .*, at "):
+        model.generate(prompt(), cache=cache, do_sample=False, max_new_tokens=4 if comm.rank else 5)
 
 
 @torch.no_grad()

@@ -21,7 +21,6 @@ from treeattn.shards import parse_layout  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
 
-
 CALLS = []
 
 
@@ -32,6 +31,7 @@ def varlen_attn(
     assert (return_aux.lse, window_size[0], enable_gqa) == (True, -1, query.shape[1] != key.shape[1])
     for ends, most in (ends_q, max_q), (ends_k, max_k):
         assert (plain(ends).diff() == most).all()
+    assert max_q > 1 or window_size[1] == 0  # else FlashAttention-2 gives the lse of other heads
     CALLS.append((max_q, max_k))
     rows = ((query, max_q), (key, max_k), (value, max_k))
     q, k, v = (plain(one).double().unflatten(0, (-1, most)).transpose(1, 2) for one, most in rows)
@@ -54,7 +54,7 @@ def varlen(monkeypatch):
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "interleaved", "zigzag"])
-@pytest.mark.parametrize("tokens", [7, 12])
+@pytest.mark.parametrize("tokens", [7, 12, 3])
 def test_blocks_of_another_kernel_are_merged(comm, varlen, layout, tokens):
     """Whose ranks have as many tokens as one another, or one more; of a zigzag some blocks are ours."""
     draw = np.random.default_rng(5).standard_normal
@@ -70,7 +70,20 @@ def test_blocks_of_another_kernel_are_merged(comm, varlen, layout, tokens):
     for one, other in zip(got, wanted, strict=True):
         np.testing.assert_allclose(one, other, rtol=0, atol=2e-6)
     seen = [layout != "contiguous" or rank <= comm.rank for rank in range(comm.size)]
-    assert len(varlen) <= sum(seen) if layout == "zigzag" else len(varlen) == sum(seen)
+    assert len(varlen) <= sum(seen) if layout == "zigzag" or tokens == 3 else len(varlen) == sum(seen)
+
+
+@pytest.mark.parametrize("wrong", ["axes", "scale", "groups", "rows"])
+def test_a_kernel_that_gives_something_else_is_not_believed(varlen, monkeypatch, wrong):
+    def other(q, k, v, *ends, enable_gqa, scale, **how):
+        if wrong in ("groups", "rows"):
+            k, v = (one[:, [0, 1, 0, 1]] if wrong == "groups" else one[:4].repeat(2, 1, 1) for one in (k, v))
+        scale, grouped = 0.25 if wrong == "scale" else scale, wrong != "groups"
+        out, lse = varlen_attn(q, k, v, *ends, enable_gqa=grouped, scale=scale, **how)
+        return out, lse.view(4, 2, 3).transpose(0, 1) if wrong == "axes" else lse
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", other)
+    assert "gives something else" in flash._tried(torch.device("cpu"), torch.float16, 16)
 
 
 @pytest.fixture
@@ -98,21 +111,17 @@ def test_prompts_are_as_near_as_eagers(comm, runtime, varlen, capfd, family, kin
         ours, its = (each[:, -one.shape[1] :] - exact[:, -one.shape[1] :] for each in (one, eager))
         assert ours.abs().max() <= 1.5 * its.abs().max()
     assert len(varlen) == 1 + 2 + 2 * comm.size  # tried, the whole of two layers, their blocks
-    said = capfd.readouterr().err.count("prompts attend by torch.nn.attention.varlen\n")
-    assert said == (comm.rank == 0)
+    assert capfd.readouterr().err.count("prompts attend by torch.nn.attention.varlen\n") == (comm.rank == 0)
 
 
 @torch.no_grad()
 def test_what_it_does_not_serve_is_ours(comm, runtime, varlen, monkeypatch, capfd):
-    """And a line says why; of a torch whose kernel does not give what is asked of it, too."""
-    model, attend = wide("Llama", "treeattn", torch.float16, num_hidden_layers=1), varlen_attn
-
-    def other_axes(*given, **named):
-        out, lse = attend(*given, **named)
-        return out, lse.T
+    """And a line says why."""
+    model = wide("Llama", "treeattn", torch.float16, num_hidden_layers=1)
+    problem = "FlashAttention only supports Ampere GPUs or newer.\n"
 
     def refuses(*_, **__):
-        raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.\nand more")
+        raise RuntimeError(problem + "and more")
 
     def said(**given):
         gpu_reducers.say.cache_clear()
@@ -120,11 +129,7 @@ def test_what_it_does_not_serve_is_ours(comm, runtime, varlen, monkeypatch, capf
         model(prompt(2, 9), cache=huggingface.ShardedKV(model.config, comm, capacity=16), **given)
         return capfd.readouterr().err
 
-    for made, reason in (
-        (lambda *_: None, "TypeError"),
-        (other_axes, "gives something else"),
-        (refuses, "RuntimeError: FlashAttention only supports Ampere GPUs or newer.\n"),
-    ):
+    for made, reason in (None, "TypeError"), (refuses, f"RuntimeError: {problem}"):
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", made)
         assert (reason in said()) == (comm.rank == 0)
     assert ("padding" in said(attention_mask=padded(prompt(2, 9)))) == (comm.rank == 0)

@@ -70,11 +70,7 @@ def drawn_anew(model):
         torch.nn.init.normal_(parameter, std=0.15)
 
 
-def cast(model):
-    model.to(torch.float64)
-
-
-@pytest.mark.parametrize("changed", [adapted, merged, drawn_anew, cast])
+@pytest.mark.parametrize("changed", [adapted, merged, drawn_anew, torch.nn.Module.double])
 def test_other_weights_of_the_same_shape(loaded, changed):
     model = made("Llama", "treeattn")
     changed(model)
@@ -193,8 +189,10 @@ def test_a_text_that_is_not_known_is_saved_unchecked_alone(comm, tmp_path):
         model(ids[:, :4], past_key_values=kv)
 
     def by_two_models():
-        huggingface.prefill(model, ids[:, :9], kv)
         other = made("Llama", "treeattn")
+        for one in model, other:  # whose weight is there as its parts
+            torch.nn.utils.parametrizations.weight_norm(one.model.layers[2].self_attn.v_proj)
+        huggingface.prefill(model, ids[:, :9], kv)
         merged(other)
         other.generate(ids, past_key_values=kv, **GREEDY)
 
@@ -238,6 +236,11 @@ def test_a_second_turn_of_another_padding(comm, family):
         model.generate(longer, attention_mask=torch.ones_like(longer), cache=kv, **GREEDY)
     got = model.generate(longer, attention_mask=mask, cache=kv, **GREEDY)
     assert got.tolist() == made(family).generate(longer, attention_mask=mask, **GREEDY).tolist()
+    kv.reset()
+    with torch.no_grad():
+        model(ids, attention_mask=mask[:, :12], cache=kv)  # of ids that are not known then
+    with pytest.raises(ArgumentError, match="rows of the cache begin at slots"):
+        model.generate(longer, attention_mask=torch.ones_like(longer), cache=kv, **GREEDY)
 
 
 def test_what_a_configuration_leaves_open_the_models_own_says(comm):

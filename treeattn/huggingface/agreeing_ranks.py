@@ -13,7 +13,7 @@ from transformers.generation import GenerationMixin, LogitsProcessor, LogitsProc
 
 from treeattn.errors import ArgumentError
 from treeattn.huggingface.tensors import digest
-from treeattn.mpi.communicators import Agreement, must_match
+from treeattn.mpi.communicators import Agreement
 
 
 class AgreeingRanks(LogitsProcessor):
@@ -55,7 +55,8 @@ def let_generate_agree(caches: type[Any]) -> None:
             bound.arguments["logits_processor"] = LogitsProcessorList([*others, AgreeingRanks(cache)])
             found = generate(*bound.args, **bound.kwargs)
             if cache.comm.size > 1:
-                must_match(cache.comm, {"ids": digest(getattr(found, "sequences", found))})
+                with Agreement(cache.comm, "the end of generate()") as agreed:
+                    agreed.must_match = {"ids": digest(getattr(found, "sequences", found))}
         return found
 
     GenerationMixin.generate = agreeing
@@ -116,7 +117,7 @@ def check_same_tokens(comm: Any, key: torch.Tensor, begins: Any) -> None:
     rows = key.detach().transpose(1, 2)
     places = np.linspace(0, rows.numel() - 1, min(_VALUES, rows.numel())).astype(int)
     chosen = tuple(torch.from_numpy(place).to(rows.device) for place in np.unravel_index(places, rows.shape))
-    with Agreement(comm) as agreed:
+    with Agreement(comm, "a step of the model") as agreed:
         values = rows[chosen].double().cpu().numpy()
         agreed.share = tuple(rows.shape), None if begins is None else begins.tolist(), values
     (*alike, first), near = agreed.gathered[0], torch.finfo(key.dtype).eps ** 0.5

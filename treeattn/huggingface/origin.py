@@ -66,6 +66,8 @@ class Origin:
                 before, self._weights = text, weights
             elif slots and text is not None and before is not None:
                 _check_same_text(before, text)
+            elif slots and begins is not None:
+                self.check_padding(begins, slots, len(begins))
             agreed.must_match = {
                 "ids": None if ids is None else digest(ids),
                 "attention_mask": None if begins is None else begins.tolist(),
