@@ -45,7 +45,7 @@ def _tried(device: torch.device, dtype: torch.dtype, width: int) -> str | None:
     logits = q @ k.mT * 0.5
     logits.masked_fill_(logits.new_ones(3, 4).triu(2).bool(), -torch.inf)
     try:
-        both = attend(*(one.to(device) for one in given), causal=True, scale=0.5)
+        both = attend(given[0].to(device), given[1].to(device), given[2].to(device), True, 0.5)
         out, lse = (one.double().cpu() for one in both)
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]:.120}"
