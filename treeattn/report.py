@@ -122,8 +122,9 @@ class Report:
         terminal = (file or sys.stdout).isatty() and not launch.by_launcher()
         width = 1000 if wide else None if terminal else 80
         screen = Console(
-            file=file, width=width, markup=False, highlight=False, color_system="auto" if terminal else None
-        )
+            file=file, width=width, markup=False, emoji=False, highlight=False,
+            color_system="auto" if terminal else None,
+        )  # fmt: skip
         for part in self._parts:
             part(screen, wide)
         if warning := self.machine.get("warning"):

@@ -20,12 +20,19 @@ JOB = ROOT / "jobs/library_algorithm.sbatch"
 SET = dict(re.findall(r"(\w+)=(\S+)", "".join(re.findall("^export .*", JOB.read_text(), re.M))))
 # A sum on 4 ranks, of which a ring makes other bits than what the library chooses.
 BITS = """
-import hashlib, json, numpy
+import contextlib, hashlib, json, numpy, pytest
+from msgspec import structs
+from unittest import mock
 from treeattn.mpi import communicators, library
 from treeattn.mpi.sum_algorithm import sum_algorithm
 from treeattn.study.compare import rows, steps
 comm, sums = communicators.mpi_intracomm(None, "sums"), []
 sum_algorithm("ring")
+key = rows.Key("reduce", rows.SUM + "/ring", comm.size, 0, 1, 1, 1, 1, 1, "float32")
+with pytest.raises(ValueError, match="3 elements are fewer than 4 ranks"):
+    steps.plan(comm, key, {})
+with mock.patch.object(steps, "_where_it_lies", side_effect=KeyError), contextlib.suppress(KeyError):
+    steps.plan(comm, structs.replace(key, head_dim=8), {})
 for name in (rows.SUM, rows.SUM + "/ring", rows.SUM):
     with steps.plan(comm, rows.Key("reduce", name, comm.size, 0, 1, 1, 4, 4, 126, "float32"), {}):
         own, total = library.load().COMM_WORLD.Dup(), numpy.empty(4096)
@@ -48,10 +55,13 @@ def test_the_algorithm_that_is_named_is_the_one_that_runs(nodes):
     assert before == after != ring
 
 
-@pytest.mark.parametrize("name", ["sorcery", "auto"])
-def test_what_is_no_algorithm_has_no_row(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "started"),
+    [("ring", "auto"), *((name, name) for name in ("sorcery", "auto", "segmented_ring", "ccl", "4"))],
+)
+def test_what_may_be_another_algorithm_has_no_row(name, started, tmp_path):
     words = ("compare", "--library-algorithm", name, "--bytes", "1Ki", "--out", tmp_path / "r.jsonl")
-    assert run("-m", "treeattn", *words, ranks=2, code=None, **started_for(name)).returncode
+    assert run("-m", "treeattn", *words, ranks=2, code=None, **started_for(started)).returncode
     assert not list(tmp_path.iterdir())
 
 

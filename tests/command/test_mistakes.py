@@ -49,7 +49,7 @@ BAD = {
         --head-dim 7                                        | head_dim 7 is not supported
         --bytes 8:1Mi:2                                     | give FIRST:LAST:xFACTOR
         --bytes 64 --heads 4                                | --bytes says how many a reduction has
-        --library-algorithm ring                            | ALGORITHM=ring from the start of the job
+        --library-algorithm ring                            | 2 ranks or more
         --library-algorithm ring --device cuda              | --device cpu
         --out /nowhere/at/all.jsonl                         | cannot be written
         --out same.jsonl --json same.jsonl                  | named twice

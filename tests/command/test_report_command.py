@@ -100,12 +100,14 @@ def test_all_that_was_found_is_there_and_nothing_is_fetched(made, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cluster", "about"),
-    [((), "2 x 2 ranks with the prices of cpu-hdr200"), (("--cluster", "dual-socket"), "socket")],
-)
-def test_why_the_fastest_is_so_is_drawn(tmp_path, cluster, about):
+    ("cluster", "node", "about"),
+    [((), 1, "2 x 2 ranks with the prices of cpu-hdr200"), ((), 0, "3 + 1 ranks with the prices"),
+     (("--cluster", "dual-socket"), 1, "socket")],
+)  # fmt: skip
+def test_why_the_fastest_is_so_is_drawn(tmp_path, cluster, node, about):
     """Over time, on one scale, the fastest and the first that is slower; and in each schedule's drawing."""
-    out, path = tmp_path / "r.html", made_results.write(tmp_path / "r", made_results.keys(SCHEMES, [0]), 9)
+    out, keys = tmp_path / "r.html", made_results.keys(SCHEMES, [0])
+    path = made_results.write(tmp_path / "r", keys, 9, nodes=[0, 0, node, 1])
     in_process("report", path, "--out", out, *cluster)
     text = out.read_text()
     drawn = [base64.b64decode(one).decode() for one in re.findall(r"svg\+xml;base64,([\w+/=]+)", text)]
@@ -116,6 +118,7 @@ def test_why_the_fastest_is_so_is_drawn(tmp_path, cluster, about):
     rounds = [one for one in drawn if 'class="round' in one]
     assert ["critical path" in one for one in rounds] == 3 * [True]
     assert about in text
+    assert " ".join(("report.html", *cluster)) + "</pre>" in text
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to render with: apt-get install chromium")
@@ -144,11 +147,12 @@ def test_nothing_is_wider_than_a_window_or_a_page(tmp_path, pixels, media):
 
 def test_what_is_wrong_is_said(tmp_path):
     out = tmp_path / "r.html"
-    path = made_results.write(tmp_path / "r.jsonl", made_results.keys(["chain"], [0]), same_bits=False)
-    failed = made_results.keys(["<ring>"], [0])
+    large, failed = made_results.keys(["chain"], [0], ranks=16), made_results.keys(["<ring>"], [0])
+    path = made_results.write(tmp_path / "r.jsonl", large, same_bits=False)
     made_results.write(path, failed, 1, time_us=None, error="needs 8 ranks & more")
-    in_process("report", path, "--out", out, code=1)
+    in_process("report", path, "--out", out, "--cluster", "laptop", code=1)
     text = out.read_text()
+    assert "not drawn: laptop has 8 places" in text
     assert "chain: ranks ended with different bits" in text
     assert "&lt;ring&gt; (reduce, 4 ranks, 8,320 bytes" in text
     assert "needs 8 ranks &amp; more" in text

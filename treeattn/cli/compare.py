@@ -92,8 +92,10 @@ def command(
     docs/measuring.md says what is timed. Exit code 1: a scheme could not run, or a result is wrong."""
     world = options.world()
     if library_algorithm is not None:
-        if device != "cpu":
-            raise ArgumentError("--library-algorithm is of MPI's sum of host memory: --device cpu")
+        if device != "cpu" or world.size < 2:
+            raise ArgumentError(
+                "--library-algorithm is of MPI's sum of host memory: --device cpu, 2 ranks or more"
+            )
         from treeattn.mpi.sum_algorithm import sum_algorithm  # few ask for one
 
         collectively(world, lambda: sum_algorithm(library_algorithm))
@@ -236,7 +238,9 @@ class _Session:
             files.kept.append(f"{out} (the same command goes on from there)")
         held = self._writer.held if self._writer else []
         mine = version(Row(**structs.asdict(keys[0]), **job))
-        self._rows = [row for row in held if version(row) == mine]
+        by = {row.run: row.algorithm for row in held if row.algorithm}
+        asked = next((key.algorithm for key in keys if key.algorithm), None)
+        self._rows = [row for row in held if version(row) == mine and by.get(row.run) == asked]
         self._others = len(held) - len(self._rows)
         self._errors: dict[Key, str] = {}
         self.done = world.bcast({
@@ -292,7 +296,9 @@ class _Session:
         if self._predicted_on:
             made.line(f"predicted: on {self._predicted_on}")
         if self._others:
-            made.note(f"{self._others} rows of the file are of another version, and are kept apart")
+            made.note(
+                f"{self._others} rows of the file are of another version or algorithm, and are kept apart"
+            )
         made.note(self._job["warning"])
         output.report(made)
         return 0 if passed and not self._errors else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import groupby
@@ -22,7 +23,7 @@ from treeattn.collectives.clusters.placement import node_groups
 from treeattn.collectives.clusters.simulate import Simulation, simulate
 from treeattn.collectives.drawings import svg, text, timeline
 from treeattn.collectives.schedule import Payload
-from treeattn.errors import RestrictionError, ScheduleError
+from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 from treeattn.mpi import topology
 from treeattn.study import extra
 from treeattn.study.compare import rows
@@ -64,6 +65,7 @@ def command(files: tuple[Path, ...], baseline: str | None, cluster: str | None, 
         *(path.name if path.is_absolute() else str(path) for path in files),
         "--out",
         "report.html",
+        *(["--cluster", cluster or os.environ[topology.PRESET]] if named else []),
     ]
     again += ["--baseline", baseline] if baseline else []
     written = page.get_template("report.html").render(
@@ -115,10 +117,13 @@ def _jobs(found: Iterable[Row]) -> Iterator[dict[str, Any]]:
 def _over_time(of: list[Summary], named: topology.Described | None) -> Iterator[dict[str, str]]:
     """The fastest that has a schedule over time, and on its scale the first that is slower."""
     found: dict[bool, Simulation] = {}
-    for row in of:
-        slower = bool(found) and row["like_fastest"] is False
-        if slower not in found and (simulation := _simulated(row, named)) is not None:
-            found[slower] = simulation
+    try:
+        for row in of if of[0]["ranks"] > 1 else ():
+            slower = bool(found) and row["like_fastest"] is False
+            if slower not in found and (simulation := _simulated(row, named)) is not None:
+                found[slower] = simulation
+    except ArgumentError as error:  # of the case, and so of its first
+        yield {"words": f"not drawn: {error}", "picture": ""}
     for one in found.values():
         try:
             picture = timeline.timeline(one, max(each.time for each in found.values()))
@@ -131,10 +136,11 @@ def _over_time(of: list[Summary], named: topology.Described | None) -> Iterator[
 
 def _simulated(row: Mapping[str, Any], named: topology.Described | None) -> Simulation | None:
     """A step of what was measured, with prices of the named cluster; None for what has no schedule: a
-    library's collective, a ring, one that this size does not have; and for more ranks than are drawn. Without
-    one, with `_PRICES` for nodes as the ranks had them."""
+    library's collective, a ring, one that this size does not have. Without a cluster, with `_PRICES` for
+    nodes as the ranks had them. Raises `ArgumentError` for more ranks than the cluster has places, or than
+    are drawn."""
     if row["ranks"] > svg.RANK_LIMIT:
-        return None
+        raise ArgumentError(f"{row['ranks']} ranks are more than {svg.RANK_LIMIT}")
     places = topology.Topology(tuple(topology.Rank(rank, node, ()) for rank, node in enumerate(row["nodes"])))
     try:
         own = row["schedule"]
@@ -155,28 +161,34 @@ def _like(places: topology.Topology) -> description.Cluster:
     """A cluster of such nodes by prices of another."""
     known = description.load(_PRICES)
     joins = max(map(len, places.nodes)), len(places.nodes)
+    ranks = (
+        f"{joins[1]} x {joins[0]}"
+        if joins[0] * joins[1] == len(places.ranks)
+        else " + ".join(str(len(node)) for node in places.nodes)
+    )
     tiers = [structs.replace(tier, joins=count) for tier, count in zip(known.tiers, joins, strict=False)]
     return structs.replace(
         known,
-        about=f"{joins[1]} x {joins[0]} ranks with the prices of {_PRICES} (--cluster names another machine)",
+        about=f"{ranks} ranks with the prices of {_PRICES} (--cluster names another machine)",
         tiers=tuple(tiers),
     )
 
 
 def _schedules(found: Iterable[Row], named: topology.Described | None) -> Iterator[dict[str, str]]:
     """Drawings of those that were measured, own ones out of their rows, with their critical paths."""
-    for row in {(row.scheme, tuple(row.nodes)): row for row in found if row.algorithm is None}.values():
-        if (one := _simulated(structs.asdict(row), named)) is None:
-            continue
-        nodes = node_groups(one.cluster, one.places)
+    for row in {
+        (row.scheme, tuple(row.nodes)): row for row in found if row.algorithm is None and row.ranks > 1
+    }.values():
         try:
+            if (one := _simulated(structs.asdict(row), named)) is None:
+                continue
             picture = timeline.rounds(one).encode()
-        except RestrictionError:
+        except (ArgumentError, RestrictionError):
             continue
         yield {
             "title": f"{row.scheme} on {row.ranks} ranks",
             "picture": _encoded(picture),
-            "steps": text.text(one.schedule, nodes),
+            "steps": text.text(one.schedule, node_groups(one.cluster, one.places)),
         }
 
 

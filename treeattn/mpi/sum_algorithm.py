@@ -35,10 +35,16 @@ _LIBRARIES = (
 class SumAlgorithm:
     """The algorithm `name` of MPI_Allreduce; until `use` the library has its choice.
 
-    Raises `ArgumentError` where the job was not started for it, and where the library has none of that name.
+    Raises `ArgumentError` where the job was not started for it, and where the library has none of that name
+    or may run another under it.
     """
 
     def __init__(self, name: str) -> None:
+        if why := {  # what is demanded does not prevent it
+            "segmented_ring": "needs a segment size, without which Open MPI takes another",
+            "ccl": "needs an MPICH with CCL, and any other takes its own choice",
+        }.get(name, "is a number: give its name" * name.isdecimal()):
+            raise ArgumentError(f"algorithm {name} {why}")
         self._mpi = ctypes.CDLL(library.load().__file__)
         self._ask("init_thread", 0, ctypes.byref(ctypes.c_int()))
         for chosen, prefix, demanded, above, let in _LIBRARIES:

@@ -4,6 +4,7 @@ over the same wire."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from treeattn.attention.shape import Shape
@@ -15,6 +16,7 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import LocalPlan
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.request import Reduction, Request
+from treeattn.errors import ArgumentError
 from treeattn.mpi import library
 from treeattn.mpi.communicators import Agreement, MpiCommunicator
 from treeattn.partial import Array
@@ -46,26 +48,29 @@ class OneCall(Reducer):
 
 
 def library_sum(key: Key, reduction: ReductionSpec) -> Reducer:
-    """As many bytes as the records have, in elements of their own type, by its algorithm. Collective."""
+    """As many bytes as the records have, in elements of their own type, by its algorithm. Collective; raises
+    `ArgumentError` where they are so few that the library takes another algorithm."""
+    mine = reduction.buffer.reshape(-1)
+    if key.algorithm in ("ring", "rabenseifner") and mine.size < reduction.comm.size:  # of Open MPI
+        raise ArgumentError(
+            f"{key.scheme}: {mine.size} elements are fewer than {reduction.comm.size} ranks, and the library "
+            "may take another algorithm: give more bytes"
+        )
     from treeattn.collectives.runtime import mpi_communicator  # starts MPI
 
-    mine = reduction.buffer.reshape(-1)
     if key.transport == "nccl":
         return _nccl_sum(reduction, mine)
-    leave: Callable[[], object] = tuple
-    if key.algorithm:
-        from treeattn.mpi.sum_algorithm import sum_algorithm
-
-        sum_algorithm(key.algorithm).use()
-        leave = sum_algorithm(key.algorithm).leave
-    comm = mpi_communicator.duplicate(reduction.comm)
-
-    def end() -> None:
-        comm.free()
-        leave()
-
     add = _by_way_of_the_host if key.transport == "host" else _where_it_lies
-    return OneCall(key.scheme, add(comm.unwatched, reduction.memory, mine), end)
+    with ExitStack() as ending:
+        if key.algorithm:
+            from treeattn.mpi.sum_algorithm import sum_algorithm
+
+            ending.callback(sum_algorithm(key.algorithm).leave)
+            sum_algorithm(key.algorithm).use()
+        comm = mpi_communicator.duplicate(reduction.comm)
+        call = add(comm.unwatched, reduction.memory, mine)
+        ending.callback(comm.free)
+        return OneCall(key.scheme, call, ending.pop_all().close)
 
 
 def _where_it_lies(comm: Any, memory: Memory, mine: Array) -> Callable[[], object]:
