@@ -230,10 +230,7 @@ def _cut(path: Path) -> None:
 #: The commands that read a file {file}, and which one.
 READERS = {
     "decode": ("smollm2_layer17_4096.safetensors", "decode {file} --check"),
-    "generate": (
-        "model-00002-of-00002.safetensors",
-        "generate --model {folder} --prompt-ids 1,2,3,4 -n 8",
-    ),
+    "generate": ("model-00002-of-00002.safetensors", "generate --model {folder} --prompt-ids 1,2,3,4 -n 8"),
 }
 SPOILED = (
     Spoiled(

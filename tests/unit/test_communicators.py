@@ -54,10 +54,7 @@ def test_what_is_no_communicator(wrong: object) -> None:
         lambda: treeattn.decode(one, one, one, comm=wrong),  # type: ignore[arg-type]
         lambda: treeattn.Decoder(wrong, heads=1, kv_heads=1, head_dim=8),  # type: ignore[arg-type]
     ):
-        with pytest.raises(
-            treeattn.ArgumentError,
-            match="comm must be an intracommunicator of mpi4py",
-        ):
+        with pytest.raises(treeattn.ArgumentError, match="comm must be an intracommunicator of mpi4py"):
             call()
 
 

@@ -120,10 +120,7 @@ def test_links_point_to_files():
 
 
 @pytest.mark.parametrize(
-    ("picture", "command"),
-    [
-        ("hierarchical", ["schedule", "hierarchical", "--ranks", "16", "--nodes", "4"]),
-    ],
+    ("picture", "command"), [("hierarchical", ["schedule", "hierarchical", "--ranks", "16", "--nodes", "4"])]
 )
 def test_pictures_are_current(picture, command, tmp_path):
     """Drawn again by the command that the README or the page names."""

@@ -27,11 +27,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     tokens, logits = continuation(model, prompt, STEPS)
     best = logits.topk(2).values
-    facts = {
-        "prompt": prompt,
-        "tokens": tokens,
-        "closest": float((best[:, 0] - best[:, 1]).min()),
-    }
+    facts = {"prompt": prompt, "tokens": tokens, "closest": float((best[:, 0] - best[:, 1]).min())}
     FACTS.write_text(json.dumps(facts) + "\n")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     print(tokenizer.decode(facts["tokens"]), facts["closest"])

@@ -239,13 +239,12 @@ def test_words_of_more_drafts_than_a_word_has():
         ({"mask": np.zeros((2, 2, 2), np.uint32), "draft_positions": np.arange(3)}, "the mask"),
         ({"mask": np.ones((2, 2, 13), bool)}, "13 draft tokens cannot be the last of a shard of 12"),
         ({"draft_positions": np.arange(3)}, "pass mask="),
-        (
-            {"mask": np.ones((2, 2, 3), bool), "draft_positions": np.zeros((5, 3), int)},
-            "draft_positions have",
-        ),
-        (
-            {"mask": np.ones((2, 2, 3), bool), "draft_positions": np.zeros((2, 1, 3), int)},
-            "draft_positions have",
+        *(
+            (
+                {"mask": np.ones((2, 2, 3), bool), "draft_positions": np.zeros(shape, int)},
+                "draft_positions have",
+            )
+            for shape in ((5, 3), (2, 1, 3))
         ),
         ({"mask": np.ones((2, 2, 3), bool), "draft_positions": np.arange(-1, 2)}, "draft_positions must be"),
     ],

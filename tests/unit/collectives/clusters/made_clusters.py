@@ -12,10 +12,7 @@ def two_tiers(
 ):
     """`nodes` of `ranks`; latencies within and between them; `more` goes to both tiers."""
     prices = {"overhead": overhead, "gap": gap, "bandwidth": bandwidth, **more}
-    tiers = (
-        Tier("node", ranks, within, **prices),
-        Tier("net", nodes, between, **prices),
-    )
+    tiers = (Tier("node", ranks, within, **prices), Tier("net", nodes, between, **prices))
     free = {"free": Executor(0.0, 0.0, FREE)}
     return Cluster("made", "for tests", "node", tiers, free, "free", cards or ranks)
 
