@@ -232,7 +232,6 @@ class PlannedDecode:
 
     def _attend(self, step: StepArguments, attend: Attention | None = None) -> None:
         """attend: in place of the plan's."""
-        self._in_order()
         plan, (q, k, v, lengths), table = step
         given = self._device.check(self.shape, q, k, v, lengths, table, plan.tables)
         (attend or plan.attend)(q, k, v, *given)
@@ -257,6 +256,7 @@ class PlannedDecode:
         self._begin_anew()
         self._part = self._decoder_for_queries(q)
         steps = self._part or self
+        steps._in_order()
         steps._attend(steps._prepare(q, k, v, lengths, **seen))
         self._stage = "local"
 

@@ -229,9 +229,8 @@ def run_rounds(executor: str | None, schedule: Schedule, reduction: ReductionSpe
             _warn(comm, f"Python runs every round, since {lacking}")
         return _instead(interpreter.InterpretedReducer(reduction, schedule), lacking)
     nodes = communicators.node_groups(comm)
-    if (
-        len(nodes) == 1
-    ):  # in how many pieces records go hangs on it, and launchers tell ranks different things
+    if len(nodes) == 1:
+        # In how many pieces records go hangs on it, and launchers may tell ranks different things.
         oversubscribed = any(shared for _, shared in agreed.gathered)
     if executor == "program" or (executor is None and len(nodes) == comm.size):
         return by_messages()

@@ -31,6 +31,12 @@ _LIBRARIES = (
     ),
 )  # fmt: skip
 
+# Algorithms that the libraries replace all the same, and where.
+_REPLACED = {
+    "segmented_ring": "needs a segment size, without which Open MPI takes another",
+    "ccl": "needs an MPICH with CCL, and any other takes its own choice",
+}
+
 
 class SumAlgorithm:
     """The algorithm `name` of MPI_Allreduce; until `use` the library has its choice.
@@ -40,11 +46,8 @@ class SumAlgorithm:
     """
 
     def __init__(self, name: str) -> None:
-        if why := {  # what is demanded does not prevent it
-            "segmented_ring": "needs a segment size, without which Open MPI takes another",
-            "ccl": "needs an MPICH with CCL, and any other takes its own choice",
-        }.get(name, "is a number: give its name" * name.isdecimal()):
-            raise ArgumentError(f"algorithm {name} {why}")
+        if name in _REPLACED or name.isdecimal():
+            raise ArgumentError(f"algorithm {name} {_REPLACED.get(name, 'is a number: give its name')}")
         self._mpi = ctypes.CDLL(library.load().__file__)
         self._ask("init_thread", 0, ctypes.byref(ctypes.c_int()))
         for chosen, prefix, demanded, above, let in _LIBRARIES:

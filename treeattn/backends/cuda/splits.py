@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 #: MAX_SPLITS of kernels/cuda/attention.cuh.
 MAX_SPLITS = 256
-#: MAX_PARTIALS of kernels/cuda/combine.cuh.
-MAX_PARTIALS = 1024
 
 _EXACT_BITS = 6  # of a number of steps that a choice looks at
 _WHOLE = 256  # partials up to which one level of merging was the fastest
