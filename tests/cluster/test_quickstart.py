@@ -1,7 +1,5 @@
 """The quickstart's commands lead to its pictures."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

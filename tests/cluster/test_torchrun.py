@@ -1,7 +1,5 @@
 """torchrun on every emulated node: slots within them, torch's messages between them, and no MPI."""
 
-from __future__ import annotations
-
 import json
 import sys
 

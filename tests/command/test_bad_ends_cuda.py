@@ -1,7 +1,5 @@
 """How jobs on GPUs end that do not end as they should: in seconds, with an exit code, and saying why."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """A model process and its cache nodes as users start them: two programs of one job, and how they end."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import sys

@@ -1,7 +1,5 @@
 """``treeattn check-partials`` as a user runs it."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`treeattn compare` as people use it: resumed after a kill, with a broken file, with more repetitions."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """``tools/convert_gguf.py``: a tiny model, written as GGUF here, is the model that it was."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,8 +1,6 @@
 """``treeattn decode``, ``compare`` and ``generate`` with ``--device cuda``: on emulated GPUs and an NCCL made
 of MPI, and what they say where there is none."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

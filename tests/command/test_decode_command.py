@@ -1,7 +1,5 @@
 """``treeattn decode`` as a user runs it: real processes, real files, good input and bad."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """A process that a rank forks: it is refused what is its parent's."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.support.torchrun import needs_torch, torchrun

@@ -1,7 +1,5 @@
 """``treeattn generate`` as a user runs it, on a tiny model."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What ends a command from outside: Ctrl-C, a full disk, a pipe that nobody reads."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The program of docs/cache.md: a cache for which one rank has no memory, and several have."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """``treeattn compare --library-algorithm``: an algorithm of the MPI library's own sum, or an error."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

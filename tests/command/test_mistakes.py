@@ -5,8 +5,6 @@ what takes a model, is with the tests of its command. Calls from Python that no 
 of ranks, with a piece forgotten.
 """
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

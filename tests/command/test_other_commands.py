@@ -1,7 +1,5 @@
 """The commands that need no job: schemes, schedule, roofline, doctor."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import re

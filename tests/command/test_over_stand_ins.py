@@ -1,8 +1,6 @@
 """What `tests/gpu/test_ranks.py` and `test_peer.py` ask of NCCL and of GPUs, asked of their stand-ins: the
 questions can fail."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.emulator.raw_module import compiler_problem

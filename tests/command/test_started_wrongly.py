@@ -1,8 +1,6 @@
 """Processes started as ranks that do not find each other, or with command lines of their own: all commands
 say so, and none prints a table."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

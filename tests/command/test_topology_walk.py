@@ -1,7 +1,5 @@
 """The walks of the pages on topology, one command after the other, as the pages have them."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

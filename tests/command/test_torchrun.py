@@ -1,7 +1,5 @@
 """Ranks that torchrun has started: no MPI anywhere."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Models of transformers over ranks that torchrun has started, and no MPI anywhere."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 

@@ -1,7 +1,5 @@
 """`treeattn tune`, and what its file is good for."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Commands over two nodes, as which MPICH takes one machine: ranks lie on them in turn."""
 
-from __future__ import annotations
-
 import functools
 import json
 import math

@@ -1,7 +1,5 @@
 """Where no MPI library can be loaded, all that moves no records works, and the rest says so in one line."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

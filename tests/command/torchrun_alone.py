@@ -1,7 +1,5 @@
 """Ranks of torchrun that are in no process group, for test_torchrun.py."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """A process that a rank of torchrun forks, for test_fork.py."""
 
-from __future__ import annotations
-
 import torch.distributed as dist
 
 from tests.support import forked

@@ -1,7 +1,5 @@
 """The contract of reducers over the ranks of torchrun, on which test_torchrun.py runs it."""
 
-from __future__ import annotations
-
 from tests.support.reducer_contract import OneRank, OverRanks
 from treeattn.collectives.executors import compiled, interpreter
 

@@ -1,7 +1,5 @@
 """What takes ``comm=`` over the ranks of torchrun, against the oracle: a program of test_torchrun.py."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

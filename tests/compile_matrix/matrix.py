@@ -20,8 +20,6 @@ from tests.support.builds import kept
 from treeattn.backends.cuda import variants
 from treeattn.backends.cuda.compile import source
 
-__all__ = ["ARCHITECTURES", "MODULES", "Row", "compiled", "costs", "expressions"]
-
 #: Architecture, and the shared memory that a block can have there (CUDA programming guide).
 ARCHITECTURES = {
     "75": 64 << 10,

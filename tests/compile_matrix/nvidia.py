@@ -17,22 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = [
-    "CompileError",
-    "Kernel",
-    "architectures",
-    "compile_cubin",
-    "compiler_version",
-    "disassembled",
-    "kernels",
-    "load_rounds",
-    "loads_at_once",
-    "loads_of_a_look",
-    "nvrtc",
-    "problem",
-    "unwritten_registers",
-]
-
 FLAGS = ("-std=c++17", "-ftz=true", "--device-as-default-execution-space")  # as CuPy compiles
 
 #: Classes of instructions, as regular expressions over SASS.

@@ -18,8 +18,6 @@ from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 
-__all__ = ["CASES", "ON_THE_PROCESSOR", "Case", "Inputs", "is_tensor_core_case"]
-
 Array = np.ndarray[Any, Any]
 _DTYPES = {
     "float32": np.float32,

@@ -16,8 +16,6 @@ import numpy as np
 
 from tests.unit.backends.cupy_signatures import SIGNATURES, signature
 
-__all__ = ["DeviceArray", "let_mpi_take_them", "namespace", "on_device", "on_host"]
-
 
 class DeviceArray:
     """An array of the device. It has what `SIGNATURES` lists of ``cupy.ndarray``, operators and indices."""

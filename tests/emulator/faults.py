@@ -6,8 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["FAULTS", "Fault", "faults_source", "planted", "weakly_ordered"]
-
 
 class Fault(NamedTuple):
     """`old` occurs once in the kernel's text; `new` is wrong. kind: the work that shows it, as

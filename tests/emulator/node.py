@@ -18,8 +18,6 @@ from treeattn.collectives.schedule import Schedule
 
 from .runtime import EmulatorRuntime
 
-__all__ = ["Node"]
-
 Array = np.ndarray[Any, Any]
 
 

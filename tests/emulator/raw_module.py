@@ -18,8 +18,6 @@ import numpy as np
 
 from tests.support.builds import built
 
-__all__ = ["EmulatorError", "RawModule", "compiler_problem"]
-
 _HEADERS = Path(__file__).parent / "cuda_on_cpu"
 _FLAGS = (
     *(

@@ -19,8 +19,6 @@ from . import device_array
 from .device_array import DeviceArray
 from .raw_module import Kernel, RawModule
 
-__all__ = ["CountingRuntime", "EmulatorRuntime", "StrictRuntime"]
-
 # Kernels whose blocks wait for other devices: all run at once.
 _WAITING = ("pull_partials",)
 

@@ -18,8 +18,6 @@ from treeattn.backends import cuda
 
 from .runtime import EmulatorRuntime
 
-__all__ = ["WORK"]
-
 Array = np.ndarray[Any, Any]
 
 

@@ -1,7 +1,5 @@
 """A rank that ends before MPI starts, or never ends it: the others, which wait for it, all end."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -3,8 +3,6 @@
 By the calls themselves, which a preloaded library tells of, whoever makes them: mpi4py, kernels, steps.
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The table has a row for every command, and the page shows the table."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

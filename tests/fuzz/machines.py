@@ -3,8 +3,6 @@
 Each rule does the same on all ranks, which draw alike, and is right or wrong on all of them.
 """
 
-from __future__ import annotations
-
 import functools
 import tempfile
 from pathlib import Path

@@ -3,8 +3,6 @@
 `make fuzz-kernels` runs it under sanitizers, which see what is touched beside the arrays.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st

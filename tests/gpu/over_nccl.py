@@ -6,8 +6,6 @@ Every schedule over ``transport="nccl"`` has the bits of ``transport="host"``: a
 as a captured step. NCCL's own all-reduce is within the bounds. Ranks may share a GPU where NCCL lets them.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

@@ -7,8 +7,6 @@ Ranks may share a GPU, whose time they then share too. With --two-nodes the halv
 nodes, between which NCCL sends, wherever they run.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

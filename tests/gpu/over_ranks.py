@@ -1,7 +1,5 @@
 """What over_nccl and over_peers share, which every rank of a job runs on GPUs or on stand-ins for them."""
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Models of transformers on a real GPU, on one rank: eager's logits and tokens on the same GPU."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

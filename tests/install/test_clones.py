@@ -1,7 +1,5 @@
 """Clones where people put them: in the folder that `git clone` makes, in a path with a space."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The package in every kind of installation, away from the checkout: what `make wheel-test` runs."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

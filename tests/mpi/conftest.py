@@ -84,6 +84,13 @@ def pytest_unconfigure(config):
     shutil.rmtree(config.option.basetemp, ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent.name == "mpi":
+            item.add_marker(pytest.mark.mpi)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     if WORLD.rank:

@@ -1,7 +1,5 @@
 """What baselines send, and what a ring wants of its caller."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -10,8 +8,6 @@ from tests.support.problems import assert_exact, random_qkv
 from tests.support.ranks import own_run
 from tests.support.schemes import Way
 from treeattn.baselines import BASELINES
-
-pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize("expanded", ["no", "yes"])

@@ -1,7 +1,5 @@
 """A model process without keys and values, and cache nodes: drawn calls against a dense float64 oracle."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import shutil
@@ -16,8 +14,6 @@ from treeattn import cache_nodes, collectives, reference
 from treeattn.attention.shape import CACHE_DTYPES
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, StateError
 from treeattn.token_tree import TokenTree
-
-pytestmark = pytest.mark.mpi
 
 LAYERS, KV_HEADS, HEADS, HEAD_DIM = 2, 2, 4, 16
 SHAPE = {"layers": LAYERS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}

@@ -1,7 +1,5 @@
 """Communicators of this package: MPI's, of which no blocking call is unwatched."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shutil
@@ -20,8 +18,6 @@ from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 from treeattn.llama import Llama, Session
 from treeattn.mpi import communicators
-
-pytestmark = pytest.mark.mpi
 
 # Return without the other ranks, as the MPI standard has it.
 LOCAL = {

@@ -1,7 +1,5 @@
 """The main job on real and made-up caches, at whatever size the job has."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -15,8 +13,6 @@ from tests.support.schedules import star
 from tests.support.schemes import REPLICATED
 from treeattn import collectives
 from treeattn.cli.decode import _wire
-
-pytestmark = pytest.mark.mpi
 
 
 def made_up(comm, **shape):

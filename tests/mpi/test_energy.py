@@ -1,7 +1,5 @@
 """The energy over the job's ranks, against its definition over all keys in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -10,8 +8,6 @@ from tests.support.energies import SCALE, dense, diagonal, random_energy
 from tests.support.ranks import assert_same_bits, raised_by_all
 from treeattn import Rules, Shard, energy, reference
 from treeattn.shards import parse_layout
-
-pytestmark = pytest.mark.mpi
 
 CAUSAL = Rules(causal=True)
 #: Replicated schedules of both kinds of determinism, and a baseline that sums.

@@ -1,7 +1,5 @@
 """The contract of reducers over real ranks: executors over MPI, and what a library reduces."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -15,7 +13,7 @@ from treeattn.collectives.libraries import mpi_allreduce, rescaled_sum
 from treeattn.errors import ScheduleError
 from treeattn.mpi import communicators
 
-pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
+pytestmark = pytest.mark.many_ranks
 
 
 class Schedules(OverRanks):

@@ -1,17 +1,12 @@
 """One plain decode is followed in few files: what it runs of ours, imports and caches apart, is counted,
 and docs/architecture.md shows each of them."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 import treeattn
-
-pytestmark = pytest.mark.mpi
 
 ROOT = Path(treeattn.__file__).resolve().parents[1]
 MOST = 20

@@ -1,13 +1,8 @@
 """A forked process has no communicator, whatever its parent has made."""
 
-from __future__ import annotations
-
-import pytest
 from mpi4py import MPI
 
 from tests.support import forked
-
-pytestmark = pytest.mark.mpi
 
 
 def test_no_public_verb_serves_a_forked_process(comm):

@@ -28,10 +28,7 @@ from treeattn.decoder import gpu_reducers
 from treeattn.mpi import communicators, library
 from treeattn.shards import parse_layout
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem())),
-]
+pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 CASE = Case("float32", 64, group=2, batch=2, queries=2, tokens=33)
 SCHEDULES = collectives.names("schedule")

@@ -1,7 +1,5 @@
 """Llamas over a sharded cache have the logits that Hugging Face gave, whatever the ranks and the way."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import itertools
@@ -21,8 +19,6 @@ from treeattn.llama import Llama, Session
 from treeattn.llama.drafts import NgramDrafts, draft_tree
 from treeattn.llama.generate import generate
 from treeattn.llama.weights import Weights, shapes
-
-pytestmark = pytest.mark.mpi
 
 prefill_module = importlib.import_module("treeattn.decoder.prefill")  # beside it is the function of that name
 WAYS = [

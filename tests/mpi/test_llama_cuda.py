@@ -3,8 +3,6 @@
 The emulator takes its time: two models; that the others' numbers matter is shown on the CPU.
 """
 
-from __future__ import annotations
-
 import pytest
 from mpi4py import MPI
 
@@ -17,7 +15,6 @@ from treeattn.errors import ArgumentError, BackendError
 from treeattn.llama import Llama, Session
 
 pytestmark = [
-    pytest.mark.mpi,
     pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem())),
     pytest.mark.skipif(MPI.COMM_WORLD.size != 3, reason="models on emulated GPUs run on three ranks"),
 ]

@@ -1,7 +1,5 @@
 """The jobs of `tests.fuzz.machines` over MPI, by rules that all ranks draw alike: `make fuzz`."""
 
-from __future__ import annotations
-
 import hypothesis
 import pytest
 from hypothesis.stateful import run_state_machine_as_test
@@ -9,7 +7,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from tests.fuzz.machines import Serving, Writing, machine
 from tests.fuzz.settings import FUZZ, fuzzed, new_seed
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(0)]
+pytestmark = pytest.mark.timeout(0)
 
 
 @pytest.mark.parametrize(("model", "count"), [(Serving, 6), (Writing, 2)])

@@ -1,7 +1,5 @@
 """The harness on real ranks, a few iterations each: what it counts and checks; never how long it takes."""
 
-from __future__ import annotations
-
 import time
 from types import SimpleNamespace
 
@@ -20,8 +18,6 @@ from treeattn.study.compare.loop import Loop
 from treeattn.study.compare.measure import Bench, Budget
 from treeattn.study.compare.rows import SUM, Key
 from treeattn.study.compare.sweep import sweep
-
-pytestmark = pytest.mark.mpi
 
 ON_CPU = [name for name, row in CATALOG.items() if "cpu" in row.devices and name != "kv_ring"]
 BUDGET = Budget(repetitions=2, iterations=3, seconds=1e-3)

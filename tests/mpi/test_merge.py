@@ -1,7 +1,5 @@
 """Parts that other kernels made, merged over the job's ranks, against float64 attention over all tokens."""
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -18,8 +16,6 @@ from tests.support.ranks import assert_same_bits, raised_by_all
 from tests.support.schemes import REPLICATED, assert_equal
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.baselines import BASELINES
-
-pytestmark = pytest.mark.mpi
 
 LEFT_WHOLE = [*REPLICATED, "mpi_allreduce", "three_allreduce", "two_allreduce"]
 REFUSED = [name for name, row in BASELINES.items() if row.fused or row.scattered] + ["head_scatter"]

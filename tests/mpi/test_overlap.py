@@ -1,7 +1,5 @@
 """A step in parts and in halves, of as many queries as planned or fewer: the order of calls."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
@@ -11,8 +9,6 @@ from tests.support.ranks import own_run
 from tests.support.schemes import assert_equal
 from treeattn.baselines import BASELINES
 from treeattn.errors import ArgumentError, StateError
-
-pytestmark = pytest.mark.mpi
 
 # Calls of a step in parts: the states in which each may come, and the state after it (None: as before).
 CALLS = {

@@ -1,14 +1,10 @@
 """The paper's experiments on real ranks, settings smaller still: what they count, not how long it takes."""
 
-from __future__ import annotations
-
 import pytest
 
 from treeattn.errors import TreeattnError
 from treeattn.study.paper import EXPERIMENTS, experiment
 from treeattn.study.paper.volume import SCHEMES
-
-pytestmark = pytest.mark.mpi
 
 EFFORT = {"repetitions": 1, "iterations": 3, "seconds": 1e-3}
 

@@ -1,7 +1,5 @@
 """A step by groups of heads: right, equal bits on all ranks, and where it can be those of a whole step."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,8 +13,6 @@ from tests.support.ranks import own_run
 from tests.support.schemes import REPLICATED, assert_equal, copies
 from treeattn import collectives
 from treeattn.errors import ArgumentError, RestrictionError, StateError
-
-pytestmark = pytest.mark.mpi
 
 SCHEDULES = collectives.names("schedule")
 SCHEMES = [*REPLICATED, "mpi_allreduce", "three_allreduce"]

@@ -1,7 +1,5 @@
 """Where ranks are, and schemes over their sockets."""
 
-from __future__ import annotations
-
 import os
 from math import prod
 
@@ -10,8 +8,6 @@ import pytest
 from tests.support.machine import CORES, machine
 from treeattn.mpi import communicators
 from treeattn.mpi.topology import detect
-
-pytestmark = pytest.mark.mpi
 
 
 def test_every_rank_finds_the_same_places(comm):

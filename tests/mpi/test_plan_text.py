@@ -1,14 +1,10 @@
 """A printed plan says every stage, buffer and message of a step, and why each was chosen."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest
 
 import treeattn
-
-pytestmark = pytest.mark.mpi
 
 SHAPE = {"heads": 6, "kv_heads": 6, "head_dim": 16, "dtype": "float32"}
 

@@ -1,7 +1,5 @@
 """The prefill over real ranks against the float64 reference: drawn shapes, layouts, rules and types."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np
@@ -14,8 +12,6 @@ from tests.support.ranks import raised_by_all
 from treeattn import Rules
 from treeattn.errors import ArgumentError, StateError
 from treeattn.shards import parse_layout
-
-pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture

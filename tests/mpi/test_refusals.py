@@ -1,7 +1,5 @@
 """What cannot be computed is one line, the same on every rank, and nobody is left waiting."""
 
-from __future__ import annotations
-
 import re
 
 import ml_dtypes
@@ -18,8 +16,6 @@ from tests.support.schedules import star
 from treeattn import CacheFormat, Decoder, Reduction, Rules, Shard, collectives
 from treeattn.decoder.request import INCOMPATIBLE
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, StateError
-
-pytestmark = pytest.mark.mpi
 
 Q, K, V = random_qkv(9)
 ONE = np.ones((1, 1, 1, 8), np.float32)

@@ -1,7 +1,5 @@
 """One bit pattern over real ranks: whatever the layout, the scheme, the executor and the instruction sets."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,7 +15,7 @@ from treeattn.backends.cpu import compile
 from treeattn.errors import TreeattnError
 from treeattn.token_tree import verify
 
-pytestmark = [pytest.mark.mpi, pytest.mark.many_ranks]
+pytestmark = pytest.mark.many_ranks
 SCHEMES = [name for name in collectives.names("schedule") if name != "head_scatter"]
 
 EXECUTORS = ("slots", "program", "mpi")

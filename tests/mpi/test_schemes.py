@@ -1,7 +1,5 @@
 """What every scheme promises, whatever reduces: a schedule, the library's own operation or a baseline."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 
@@ -19,8 +17,6 @@ from treeattn import collectives, files, reference
 from treeattn.baselines import BASELINES
 from treeattn.errors import StateError
 from treeattn.shards import parse_layout
-
-pytestmark = pytest.mark.mpi
 
 DATA = Path(__file__).parent.parent / "data"
 SCHEMES = [name for name in treeattn.schemes() if "nccl" not in name]

@@ -3,8 +3,6 @@
 `make soak` takes more of all, and writes down what a process held.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -24,7 +22,7 @@ from treeattn.llama import Llama, Session
 from treeattn.study import environment
 from treeattn.token_tree import TokenTree, Verifier
 
-pytestmark = [pytest.mark.mpi, pytest.mark.timeout(0)]
+pytestmark = pytest.mark.timeout(0)
 
 STEPS = int(os.environ.get("TREEATTN_SOAK_STEPS", "600"))
 REPORT = os.environ.get("TREEATTN_SOAK_REPORT")

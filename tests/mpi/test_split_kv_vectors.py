@@ -1,15 +1,11 @@
 """The published vectors of attention over split keys: `decode`, and `merge` of what each rank finds."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from mpi4py import MPI
 
 import treeattn
 from tests.data.split_kv_vectors import conformance
-
-pytestmark = pytest.mark.mpi
 
 
 def of_this_rank(comm, case):

@@ -1,7 +1,5 @@
 """A decoder's step as one C call: who runs it, its bits and its errors, and what ends a wait."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os
@@ -27,8 +25,6 @@ from treeattn.collectives.runtime import mpi_communicator
 from treeattn.collectives.runtime.process import Process
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.mpi import communicators
-
-pytestmark = pytest.mark.mpi
 
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 

@@ -1,8 +1,6 @@
 """Threads of one process: what a step leaves in an object is one thread's, and so is a communicator of
 several ranks, whose collectives would meet in another order on another rank."""
 
-from __future__ import annotations
-
 import sys
 import threading
 
@@ -15,8 +13,6 @@ from tests.support.schemes import assert_equal, copies
 from treeattn import cache_nodes
 from treeattn.errors import StateError
 from treeattn.mpi import communicators
-
-pytestmark = pytest.mark.mpi
 
 HEADS = {"heads": 2, "kv_heads": 2, "head_dim": 8}
 

@@ -1,15 +1,11 @@
 """Token trees over the job's ranks: what one rank decides for all, and what all compute together."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
 from tests.support.ranks import assert_same_bits, raised_by_all
 from tests.support.token_trees import DTYPES, Case
 from treeattn.token_tree import TokenTree, Verifier, accept_greedy, accept_speculative, verify
-
-pytestmark = pytest.mark.mpi
 
 TREE = TokenTree.from_beams(np.array([[[0, 1, 2], [0, 2, 3]], [[0, 3, 1], [0, 3, 2]]]))
 #: Schedules of both kinds of determinism, and what has none.

@@ -1,7 +1,5 @@
 """Drawn problems over any sharding, against a dense float64 oracle that looks at every token."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from dataclasses import replace
@@ -16,8 +14,6 @@ from tests.support.ranks import assert_same_bits
 from tests.support.schemes import REPLICATED
 from treeattn import Reduction, reference
 from treeattn.backends.cpu import compile
-
-pytestmark = pytest.mark.mpi
 
 #: How many drawn cases; `make fuzz-visible` asks for more than a run of the tests has time for.
 CASES = int(os.environ.get("TREEATTN_VISIBLE_CASES", "40"))

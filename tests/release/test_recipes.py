@@ -1,7 +1,5 @@
 """What of `packaging/` runs anywhere; how far the rest was tried stands in docs/on-your-cluster.md."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

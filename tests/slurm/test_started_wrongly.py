@@ -1,7 +1,5 @@
 """Tasks of a real srun that do not find each other say so, and so does what runs beside the jobs."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

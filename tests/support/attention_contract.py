@@ -17,8 +17,6 @@ from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
 from treeattn.errors import ArgumentError
 
-__all__ = ["PLAIN", "RULES", "AttentionContract", "bits", "plain", "zeros"]
-
 Array = np.ndarray[Any, Any]
 #: By multiply-add, and for tensor cores where a backend has them.
 PLAIN = (Case("float32", 64, group=2, batch=2, splits=4), Case("bfloat16", 64, group=4, splits=2))

@@ -13,8 +13,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["FOLDER", "built", "kept"]
-
 FOLDER = Path(__file__).resolve().parents[2] / "build" / "tests"
 
 

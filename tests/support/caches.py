@@ -1,7 +1,5 @@
 """Sharded caches of all ranks in one process, and what they should hold together."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -9,8 +7,6 @@ from hypothesis import strategies as st
 from treeattn.attention.shape import CACHE_DTYPES
 from treeattn.cache import ShardedCache, sharded
 from treeattn.token_tree import TokenTree
-
-__all__ = ["DIM", "HEADS", "LAYOUTS", "Plain", "caches", "layout_of"]
 
 HEADS, DIM = 2, 8
 

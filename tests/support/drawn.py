@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
-__all__ = ["FACTOR", "examples", "sample"]
-
 #: `make test-deep` sets 10.
 FACTOR = int(os.environ.get("TREEATTN_TEST_FACTOR", "1"))
 

@@ -8,8 +8,6 @@ import numpy as np
 
 from treeattn.attention import arrays
 
-__all__ = ["Dlpack", "Interface", "Old", "OnGpu", "bfloat16_bits"]
-
 
 class Dlpack:
     """DLPack alone. `kind` and `code` stand in the capsule for a device and an element type NumPy lacks."""

@@ -17,8 +17,6 @@ import numpy as np
 
 from treeattn.collectives.runtime import nccl
 
-__all__ = ["Fabric", "Hang", "QueuedOperator", "Stream", "connected_by"]
-
 
 def connected_by(monkeypatch: Any, kind: type[Any]) -> list[Any]:
     """NCCL is there, and its communicators are of this kind; the list of what was connected."""

@@ -1,7 +1,5 @@
 """Every public verb in a forked process, which none of the communicators of its parent serves."""
 
-from __future__ import annotations
-
 import os
 import signal
 

@@ -15,9 +15,6 @@ from tests.support.drawn import sample
 from treeattn.backends import cuda
 from treeattn.errors import ArgumentError
 
-__all__ = ["GpuContract"]
-
-
 FINISHED = [
     Case("float32", 80, group=3, batch=2, lengths=(150, 0), splits=3),
     Case("bfloat16", 128, group=4, queries=5, tokens=100),

@@ -1,10 +1,6 @@
 """What `collectives.runtime.nccl.connect` gives, made of MPI messages between emulated GPUs."""
 
-from __future__ import annotations
-
 from mpi4py import MPI
-
-__all__ = ["NcclOverMpi"]
 
 OPERATIONS = {"max": MPI.MAX, "sum": MPI.SUM}
 

@@ -1,7 +1,5 @@
 """Partials of ranks to fold, and the part of a folded buffer that a rank is promised."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

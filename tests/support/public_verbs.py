@@ -1,7 +1,5 @@
 """Every public verb that takes ``comm=``, and a call of it."""
 
-from __future__ import annotations
-
 import inspect
 
 import numpy as np

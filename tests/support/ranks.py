@@ -11,8 +11,6 @@ import pytest
 from treeattn.errors import TreeattnError
 from treeattn.shards import parse_layout
 
-__all__ = ["assert_same_bits", "own_run", "raised_by_all"]
-
 
 def assert_same_bits(comm: Any, *arrays: Any) -> None:
     """Every rank has the bytes that this one has."""

@@ -12,8 +12,6 @@ from treeattn import partial
 from treeattn.backends import cpu
 from treeattn.collectives.runtime.operator import Operator
 
-__all__ = ["SPECIAL", "RecordsContract", "bits", "merged", "random_records"]
-
 Array = np.ndarray[Any, Any]
 SPECIAL = (-np.inf, np.inf, np.nan, 0.0, -0.0, 1e-42, -3e-45, 1e4, -1e4, 87.1, 3.0)
 head_dims = pytest.mark.parametrize("head_dim", [64, 80, 256])

@@ -1,7 +1,5 @@
 """What every reducer promises, whatever runs it: one class of tests, a subclass for each executor."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 
 import numpy as np

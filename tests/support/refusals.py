@@ -1,7 +1,5 @@
 """Bad input is refused in one line that says what is wrong."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import pytest

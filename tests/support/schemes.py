@@ -1,7 +1,5 @@
 """A scheme of the command line, whatever it is, and the output that it offers."""
 
-from __future__ import annotations
-
 import numpy as np
 
 import treeattn

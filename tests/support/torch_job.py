@@ -1,7 +1,5 @@
 """Hooks of pytest on ranks that torchrun has started: rank 0 reports, and what fails on one fails on all."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The verbs of a backend, planned for one call."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

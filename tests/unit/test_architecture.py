@@ -1,7 +1,5 @@
 """The page that shows the way of a step names every import between rooms, and no more."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

@@ -1,8 +1,6 @@
 """Records whose bits depend on the set of tokens alone: the laws of the merge on any words, and one bit
 pattern from every instruction set, sharding, schedule and order."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The pages as HTML: what is looked up is there, and no page is wider than its screen."""
 
-from __future__ import annotations
-
 import html
 import inspect
 import json

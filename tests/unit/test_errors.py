@@ -1,7 +1,5 @@
 """The errors of this package: what catches them, and with which code the command leaves."""
 
-from __future__ import annotations
-
 import pickle
 
 import pytest

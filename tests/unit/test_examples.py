@@ -1,7 +1,5 @@
 """Every public function, and every class that a user makes, shows in its docstring how it is called."""
 
-from __future__ import annotations
-
 import pytest
 
 import treeattn

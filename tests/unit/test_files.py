@@ -1,7 +1,5 @@
 """Mapping, slicing and writing safetensors files, against the safetensors library."""
 
-from __future__ import annotations
-
 import os
 
 import ml_dtypes

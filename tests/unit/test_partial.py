@@ -1,7 +1,5 @@
 """The monoid: its laws to the bit, its exactness, and one set of bits from NumPy and every build."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 from fractions import Fraction

@@ -1,7 +1,5 @@
 """What the gate leaves out: whether it passed with the files as they are, and which of it is made."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

@@ -1,7 +1,5 @@
 """The oracle itself, against the definition and against independent expectations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -3,8 +3,6 @@
 A line of tests/data/removed_names.txt is ``command NAME``, ``option COMMAND --NAME``, or a dotted module.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

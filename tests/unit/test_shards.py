@@ -1,7 +1,5 @@
 """Every layout gives every token to exactly one rank."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The vectors of attention over split keys: what is right in them, and which faults they find."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Places of ranks as a drawing, as levels, and as a cluster to simulate."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec import structs
 

@@ -1,7 +1,5 @@
 """Nothing that is read can run: who calls what might, by the calls themselves. And nobody else looks in."""
 
-from __future__ import annotations
-
 import ast
 import os
 from pathlib import Path

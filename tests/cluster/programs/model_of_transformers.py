@@ -1,7 +1,5 @@
 """A tiny model of transformers over a sharded cache, or with the word `nodes` over cache nodes."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

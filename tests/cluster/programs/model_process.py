@@ -1,7 +1,5 @@
 """A model process of NumPy alone, whose keys and values lie on cache nodes; writes what it found as JSON."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

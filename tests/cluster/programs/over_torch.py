@@ -1,7 +1,5 @@
 """Ranks of process groups on emulated nodes: prints, on rank 0, who shares one, and checks a decode."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -11,8 +11,6 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["ATTRIBUTES", "SIGNATURES", "MadeUpCupy", "signature", "strict"]
-
 #: Dotted name below ``cupy`` -> its parameters, without ``self``; None: a property or a type.
 SIGNATURES: dict[str, str | None] = {
     "RawModule": "code=None, *, path=None, options=(), backend='nvrtc', translate_cucomplex=False, "

@@ -1,7 +1,5 @@
 """Compiling at first use: once per machine, whole or not at all, and a reason where it cannot be."""
 
-from __future__ import annotations
-
 import os
 import platform
 import shutil

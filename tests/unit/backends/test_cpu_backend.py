@@ -1,7 +1,5 @@
 """Attention on the processor: exact for every type, build, grouping and length; -inf, NaN, empty shards."""
 
-from __future__ import annotations
-
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor

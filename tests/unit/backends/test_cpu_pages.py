@@ -1,7 +1,5 @@
 """Caches in pages on the processor: the bits of a cache in a row, whatever lies in the other places."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

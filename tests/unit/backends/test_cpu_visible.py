@@ -1,7 +1,5 @@
 """Attention on the processor to what a query may see, against the float64 oracle with a full mask."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

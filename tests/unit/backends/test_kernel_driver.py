@@ -3,8 +3,6 @@
 The same definitions hold: float64 attention, and NumPy's merge and finish to the bit.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The product of decoding against NumPy, and its bits: the same for any number of vectors and threads."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Rescaling to a shared maximum: the compiled form, NumPy's, and what both mean."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

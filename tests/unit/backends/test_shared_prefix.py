@@ -1,7 +1,5 @@
 """Sequences that begin with the same pages have the attention that they have alone."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

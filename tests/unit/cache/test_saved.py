@@ -1,8 +1,6 @@
 """Saved caches: what another number of ranks reads in another layout, and what damage, full disks and jobs
 that are killed leave behind."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The sharded cache, one object for each rank of a job that this process plays alone."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Messages to cache nodes: what is not whole is told in a sentence."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The catalogue: every scheme at every size, scheme strings, and what each algorithm promises."""
 
-from __future__ import annotations
-
 import doctest
 import importlib.util
 import inspect

@@ -1,7 +1,5 @@
 """The proof: what it accepts, what it refuses and in which words, and against a checker of a few lines."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 

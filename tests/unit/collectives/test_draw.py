@@ -1,7 +1,5 @@
 """Drawings and exports: against committed ones, and against the schedule that they show."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

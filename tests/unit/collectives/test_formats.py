@@ -1,7 +1,5 @@
 """Collectives that others describe: read, proved, simulated; damaged ones refused."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Schedules run on numbers: against a direct merge, to the bit where it is exact, in the order stated."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Memory of the host: arrays as NumPy's, and large ones on large pages."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

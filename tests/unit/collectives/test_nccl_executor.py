@@ -1,7 +1,5 @@
 """Reducers over NCCL: their graphs, their end, and waits that end."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What is known of other processes of this machine."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Programs of all ranks in one process: any order that they allow gives what the schedule means."""
 
-from __future__ import annotations
-
 import random
 from collections import defaultdict
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What each algorithm promises beyond a right result: rounds, depth, messages, bytes, partners."""
 
-from __future__ import annotations
-
 from collections import Counter
 from functools import cache
 from math import ceil, lcm, log2

@@ -1,7 +1,5 @@
 """The states of every reducer, and the order that they allow."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

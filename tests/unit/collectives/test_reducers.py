@@ -1,7 +1,5 @@
 """The contract of reducers for executors whose ranks fit in one process."""
 
-from __future__ import annotations
-
 import os
 import threading
 from types import SimpleNamespace

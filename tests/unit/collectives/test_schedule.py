@@ -1,7 +1,5 @@
 """Schedules as data: chunks, folds and JSON. What combinators make is in the golden drawings."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Waits end: the limit, what polls, what is left behind, and who is told apart from who only works."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

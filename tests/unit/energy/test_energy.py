@@ -1,7 +1,5 @@
 """The energy on one rank: its definition, its laws, and what it refuses."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """One process: what n-grams propose, and the tree of it."""
 
-from __future__ import annotations
-
 from treeattn.llama.drafts import NgramDrafts, draft_tree
 
 

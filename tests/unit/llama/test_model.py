@@ -1,7 +1,5 @@
 """One process: whatever the configuration says shows in the logits; what is wrong with a model is named."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

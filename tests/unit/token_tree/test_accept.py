@@ -4,8 +4,6 @@ Seeds are fixed, so a test that passes goes on to pass. The critical values are 
 right rule exceeds in one of 10,000 runs.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

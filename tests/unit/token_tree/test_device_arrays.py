@@ -4,8 +4,6 @@ No machine that these tests ran on had CuPy and a GPU: stand-ins take CuPy's pla
 (`tests.emulator.device_array`).
 """
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -3,8 +3,6 @@
 Arrays are NumPy's: no machine that these tests ran on has had CuPy and a GPU.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Token trees from everything they can be made of."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

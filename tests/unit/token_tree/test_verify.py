@@ -1,7 +1,5 @@
 """What verification costs beside its results, in one process; tests/mpi/test_token_tree.py has those."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Clusters for tests: two tiers with prices as a test wants them."""
 
-from __future__ import annotations
-
 from treeattn.collectives.clusters.description import Cluster, Executor, Protocol, Tier
 
 FREE = 1e12  # GB/s: bytes cost nothing

@@ -1,7 +1,5 @@
 """Arrivals: against what they must add, and against words that cannot be."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from made_clusters import two_tiers, with_executor

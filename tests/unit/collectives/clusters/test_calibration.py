@@ -1,7 +1,5 @@
 """Prices found again from what a machine of known prices would take, and files that hold them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

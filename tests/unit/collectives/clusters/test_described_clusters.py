@@ -1,7 +1,5 @@
 """The shipped descriptions of clusters, simulated, against what was measured there."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Cluster files: the shipped ones, and what is said of bad ones."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.support.refusals import refused

@@ -10,8 +10,6 @@ a later message, as in list scheduling; Graham, "Bounds on multiprocessing timin
 Math. 17, 1969.)
 """
 
-from __future__ import annotations
-
 import random
 
 import pytest

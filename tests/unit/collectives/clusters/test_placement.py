@@ -1,7 +1,5 @@
 """Who sits where."""
 
-from __future__ import annotations
-
 import pytest
 from made_clusters import two_tiers
 

@@ -1,7 +1,5 @@
 """Our simulator and SimGrid's say the same of one schedule, within the bands that the documents state."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 from pathlib import Path

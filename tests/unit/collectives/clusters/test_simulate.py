@@ -1,7 +1,5 @@
 """The simulator against closed formulas, against counting, and against what cannot be."""
 
-from __future__ import annotations
-
 from math import log2
 
 import pytest

@@ -1,7 +1,5 @@
 """Schedules searched for: what is found is proved, on the front, and no slower than what it came from."""
 
-from __future__ import annotations
-
 import pytest
 from made_clusters import two_tiers
 
