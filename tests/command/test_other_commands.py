@@ -113,7 +113,7 @@ def test_doctor_finds_a_working_machine(tmp_path):
     "words",
     [
         "schemes",
-        pytest.param("paper --ranks-free", marks=pytest.mark.deep),
+        pytest.param("paper", marks=pytest.mark.deep),
         "doctor",
         "roofline --tokens 1k --groups 1 --dtypes float32 --repeat 1",
         "--help",

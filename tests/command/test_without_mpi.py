@@ -37,7 +37,7 @@ import treeattn
 from tests.command.launch import in_process
 from treeattn.cli import commands
 for words in [
-    "schemes", "schedule ring --ranks 3", "paper --ranks-free volume",
+    "schemes", "schedule ring --ranks 3", "paper volume",
     "roofline --tokens 1k --groups 1 --dtypes float32 --repeat 1",
     "simulate --cluster laptop --ranks 2", "tune --cluster laptop --ranks 2",
     "check-partials tests/data/smollm2_layer17_4096.expected.safetensors",

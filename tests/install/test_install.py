@@ -154,7 +154,7 @@ def test_ranks_of_torchrun_need_no_mpi(wheel, tmp_path):
     "doctor",
     "simulate --cluster dgx-h100 --ranks 8",
     "tune --cluster laptop --ranks 4",
-    "paper --ranks-free steps",
+    "paper steps",
     "roofline --tokens 4096 --repeat 1",
     "compare --schemes ring --bytes 1Ki --repetitions 6 --out results.jsonl",
 ])  # fmt: skip

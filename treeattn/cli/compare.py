@@ -68,7 +68,7 @@ def _numbers(
 @click.option("--repetitions", type=click.IntRange(1, 10_000), default=11,
               help="Blocks of each point, with those that the file holds.")  # fmt: skip
 @click.option("--library-algorithm", metavar="NAME",
-              help="Of the MPI library's sum; jobs/library_algorithm.sbatch starts it.")  # fmt: skip
+              help="Of the library's sum, NCCL's as ring/ll; by jobs/library_algorithm.sbatch.")  # fmt: skip
 @options.output_options("Append to this file of JSON lines; what it holds is not measured again.",
                         wide=False, json="Write the summaries of this command.")  # fmt: skip
 def command(
@@ -92,11 +92,13 @@ def command(
     docs/measuring.md says what is timed. Exit code 1: a scheme could not run, or a result is wrong."""
     world = options.world()
     if library_algorithm is not None:
-        if device != "cpu" or world.size < 2:
+        by_nccl = "/" in library_algorithm
+        if (device, transport) != (("cuda", "nccl") if by_nccl else ("cpu", transport)) or world.size < 2:
             raise ArgumentError(
-                "--library-algorithm is of MPI's sum of host memory: --device cpu, 2 ranks or more"
+                "--library-algorithm is of 2 ranks or more: NAME of MPI's sum with --device cpu, or "
+                "ALGORITHM/PROTOCOL of NCCL's with --device cuda --transport nccl"
             )
-        from treeattn.mpi.sum_algorithm import sum_algorithm  # few ask for one
+        from treeattn.study.compare.sum_algorithm import sum_algorithm  # few ask for one
 
         collectively(world, lambda: sum_algorithm(library_algorithm))
         schemes = "recursive_doubling" if schemes == "all" else schemes

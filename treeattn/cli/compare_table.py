@@ -75,8 +75,8 @@ def bits(row: Summary) -> str:
 def own_jobs(rows: Sequence[Summary]) -> str | None:
     """What the library's algorithms among the rows are compared with."""
     names = [row["label"] for row in rows if row["scheme"].startswith(f"{SUM}/")]
-    text = f"the library's own algorithm, in a job started for it; the ratio is to that job's {SUM}"
-    return f"{', '.join(names)}: {text}" if names else None
+    text = "the library's own algorithm, in a job started for it; the ratio is to that job's"
+    return f"{', '.join(names)}: {text} {names[0].partition('/')[0]}" if names else None
 
 
 def show(made: Report, summaries: Sequence[Summary], errors: Mapping[Key, str]) -> bool:

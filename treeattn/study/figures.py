@@ -13,6 +13,7 @@ from matplotlib import ticker
 from matplotlib.figure import Figure
 
 from treeattn.errors import ArgumentError
+from treeattn.study.compare.rows import settings
 
 WIDTH = 6.5  # inches
 _COLUMN = 5.0  # inches, below which a figure is as narrow as a column
@@ -124,7 +125,8 @@ def _words(row: Any, own: str) -> str:
         words.append(f"{row['heads']} heads ({row['kv_heads']} KV) x {row['head_dim']}")
     if row["batch"] * row["queries"] > 1:
         words.append(f"batch {row['batch']}, {row['queries']} queries")
-    return f"{', '.join(words)}, {row['dtype']}\n{row['processor']}, {str(row['commit'])[:7]}"
+    of_library = settings(row) and f", {settings(row)}"
+    return f"{', '.join(words)}, {row['dtype']}\n{row['processor']}, {str(row['commit'])[:7]}{of_library}"
 
 
 def _panels(

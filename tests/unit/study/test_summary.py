@@ -163,3 +163,15 @@ def test_as_few_blocks_as_can_tell_from_so_many(others, blocks):
     assert fewest(others) == blocks
     best = p_value([-1.0] * blocks)
     assert best * others <= 0.05 < 2 * best * others or blocks == 6
+
+
+def test_a_job_that_sets_the_librarys_algorithm_itself_is_a_version_of_its_own():
+    """But not one by --library-algorithm, whose rows have the library's choice beside it."""
+    key, command = made_results.keys([SUM], [0])[0], "treeattn compare"
+    set_by = {"environment": {"MPIR_CVAR_ALLREDUCE_INTRA_ALGORITHM": "ring", "UCX_TLS": "tcp"}}
+    one, other = (made_results.row(key, run=run, command=command) for run in "ab")
+    alone = made_results.row(key, run="c", command=command, **set_by)
+    asked = made_results.row(key, run="d", command=f"{command} --library-algorithm ring", **set_by)
+    found = summarise([one, alone, other, asked])
+    assert [row["runs"] for row in found] == [3, 1]
+    assert [row["case"] for row in found] == [key.words, f"{key.words}, {next(iter(*set_by.values()))}=ring"]

@@ -20,6 +20,7 @@ from treeattn.errors import ArgumentError, BackendError
 #: called `NCCL_SUM`. With `/NAME` behind it, by the library's algorithm of that name, in a job of its own.
 SUM, NCCL_SUM = "MPI_Allreduce(SUM)", "ncclAllReduce(sum)"
 
+_SETTINGS = ("MPIR_CVAR_", "OMPI_MCA_coll", "I_MPI_ADJUST", "NCCL_ALGO", "NCCL_PROTO")
 #: Iterations that a block should have: with fewer its median moves with every one of them.
 ENOUGH = 20
 
@@ -67,8 +68,8 @@ class Key(msgspec.Struct, frozen=True):
         """What tells it apart within its case: the scheme, and from GPUs the transport."""
         if self.device == "cpu":
             return self.scheme
-        if self.scheme == SUM and self.transport == "nccl":
-            return NCCL_SUM
+        if self.algorithm is not None and self.transport == "nccl":
+            return self.scheme.replace(SUM, NCCL_SUM)
         return f"{self.scheme} [{self.transport}]"
 
     @property
@@ -182,11 +183,18 @@ class Row(Key, frozen=True, kw_only=True):
         return None
 
 
+def settings(of: Row) -> str:
+    """What the environment tells the library of its collectives, as `NAME=VALUE ..`. Nothing of a job by
+    `--library-algorithm`, which has the library's choice too."""
+    names = () if "--library-algorithm" in of.command else sorted(of.environment)
+    return " ".join(f"{name}={of.environment[name]}" for name in names if name.startswith(_SETTINGS))
+
+
 def version(of: Row) -> tuple[Any, ...]:
-    """What must be equal for rows to be combined: software, processors, how ranks lie on nodes, and what
-    emulated these."""
+    """What must be equal for rows to be combined: software, processors, how ranks lie on nodes, what emulated
+    these, and `settings`."""
     emulated = of.environment.get("TREEATTN_EMULATED")
-    return of.treeattn, of.commit, of.mpi, of.processor, tuple(of.nodes), emulated
+    return of.treeattn, of.commit, of.mpi, of.processor, tuple(of.nodes), emulated, settings(of)
 
 
 def run_name() -> str:

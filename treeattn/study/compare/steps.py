@@ -21,7 +21,7 @@ from treeattn.mpi import library
 from treeattn.mpi.communicators import Agreement, MpiCommunicator
 from treeattn.partial import Array
 from treeattn.selection import select
-from treeattn.study.compare.rows import SUM, Key
+from treeattn.study.compare.rows import Key
 
 
 class OneCall(Reducer):
@@ -56,17 +56,17 @@ def library_sum(key: Key, reduction: ReductionSpec) -> Reducer:
             f"{key.scheme}: {mine.size} elements are fewer than {reduction.comm.size} ranks, and the library "
             "may take another algorithm: give more bytes"
         )
-    from treeattn.collectives.runtime import mpi_communicator  # starts MPI
+    from treeattn.study.compare.sum_algorithm import nccl_sum, sum_algorithm
 
-    if key.transport == "nccl":
-        return _nccl_sum(reduction, mine)
     add = _by_way_of_the_host if key.transport == "host" else _where_it_lies
     with ExitStack() as ending:
         if key.algorithm:
-            from treeattn.mpi.sum_algorithm import sum_algorithm
-
             ending.callback(sum_algorithm(key.algorithm).leave)
             sum_algorithm(key.algorithm).use()
+        if key.transport == "nccl":
+            return nccl_sum(key, reduction, mine)
+        from treeattn.collectives.runtime import mpi_communicator  # starts MPI
+
         comm = mpi_communicator.duplicate(reduction.comm)
         call = add(comm.unwatched, reduction.memory, mine)
         ending.callback(comm.free)
@@ -96,15 +96,6 @@ def _by_way_of_the_host(comm: Any, memory: Any, mine: Array) -> Callable[[], obj
         memory.copy(mine, total)
 
     return add
-
-
-def _nccl_sum(reduction: ReductionSpec, mine: Array) -> Reducer:
-    """ncclAllReduce in place, as one CUDA graph from the second step on, as schedules are."""
-    from treeattn.collectives.runtime.cuda_graph import CudaGraphReducer
-    from treeattn.decoder import gpu_reducers  # loaded where there are GPUs
-
-    connected = gpu_reducers.connected_by_nccl(reduction.comm, reduction.memory)
-    return CudaGraphReducer(SUM, connected, reduction.memory, lambda: connected.all_reduce(mine, "sum"))
 
 
 class _LocalPlan(LocalPlan):

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from treeattn.study import extra
-from treeattn.study.compare.rows import SUM, Key, Row, version
+from treeattn.study.compare.rows import SUM, Key, Row, settings, version
 
 #: Repetitions below which no verdict at 95 percent confidence can come out.
 FEWEST = 6
@@ -97,7 +97,7 @@ def _together(blocks: Sequence[Row]) -> Summary:
         made[name] = median(known) if known else None
     return made | {
         "label": last.label,
-        "case": last.words,
+        "case": ", ".join(filter(None, (last.words, settings(last)))),
         "time_us": median(row.time_us for row in blocks if row.time_us is not None),
         "blocks": len(blocks),
         "runs": len({row.run for row in blocks}),

@@ -1,9 +1,8 @@
 """The paper's experiments: Shyam et al., "Tree Attention", arXiv 2408.04093v4.
 
 Each is one module. TITLE; WHERE: its place in the paper; model(**PAPER): what the paper's equations and the
-simulator say of its setting, without MPI. Where the equations are of what a rank holds or sends,
-measure(comm, **SMALL) counts it on a few ranks: collective, with tables on rank 0 alone; `treeattn compare`
-measures times. docs/paper.md explains.
+simulator say of its setting. `treeattn compare` measures times, tests/mpi/test_laws.py what ranks hold and
+send. docs/paper.md explains.
 """
 
 from __future__ import annotations

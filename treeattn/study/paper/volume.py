@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.placement import block
-from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.study import laws
 from treeattn.study.decode_step import StepShape, attention_cost, kv_ring_cost
-from treeattn.study.paper.experiment import MACHINE, Table, decode_key, run
+from treeattn.study.paper.experiment import MACHINE, Table
 
 TITLE = "communication volume, and whether a ring can hide it behind computation"
 WHERE = "section 6.3, equations 10 to 14"
 PAPER = {"tokens": 640_000, "ranks": 8, "heads": 16, "head_dim": 128}
-SMALL = {
-    "tokens": 4_000, "ranks": [2, 4], "heads": 16, "head_dim": 128,
-    "effort": {"repetitions": 1, "iterations": 3, "seconds": 0.01},  # nothing depends on time
-}  # fmt: skip
-CACHE, RECORD = 2, 4  # bytes of an element of the cache and of a record
-
-#: Scheme -> the equation that it is held against.
-SCHEMES = {
-    "kv_ring": "10 with p - 1 hops",
-    "kv_ring:rotation=full": "10",
-    "query_ring": "14",
-    "three_allreduce": "14",
-    "ring": "14",
-    "reduce_scatter_gather": "14",
-    "binary_tree": "14",
-    "recursive_doubling": "14",
-}
+CACHE = 2  # bytes of an element
 
 
 def model(tokens: int, ranks: int, heads: int, head_dim: int) -> list[Table]:
@@ -62,37 +44,3 @@ def model(tokens: int, ranks: int, heads: int, head_dim: int) -> list[Table]:
         )
     ]
     return [Table("the example of section 6.3", rows)]
-
-
-def measure(
-    comm: MpiCommunicator,
-    ranks: Sequence[int],
-    tokens: int,
-    heads: int,
-    head_dim: int,
-    effort: dict[str, Any],
-) -> list[Table]:
-    """Payload of one step of every scheme of `SCHEMES` as it is handed to MPI, beside the law's. tokens: over
-    all ranks."""
-    keys = [decode_key(scheme, size, tokens, heads, head_dim) for size in ranks for scheme in SCHEMES]
-    rows: list[dict[str, Any]] = []
-    for key, blocks in run(comm, keys, effort).items():
-        size = CACHE if key.scheme.startswith("kv_ring") else RECORD
-        of_tiers = [blocks[0].get(f"bytes_{tier}") for tier in ("intra", "inter", "library")]
-        sent = [number for number in of_tiers if number is not None]  # none where only the library knows
-        here = sum(sent) / key.ranks / size if sent else None
-        equation = SCHEMES[key.scheme]
-        if equation == "14":
-            expected = float(laws.tree_volume(1, heads, head_dim, key.ranks))
-        else:
-            hops = key.ranks if equation == "10" else key.ranks - 1
-            expected = laws.ring_volume(1, tokens, heads, head_dim, hops) / key.ranks
-        rows.append({
-            "ranks": key.ranks,
-            "scheme": key.scheme,
-            "equation": equation,
-            "elements a rank sends, mean: here": here,
-            "elements: model": expected,
-            "here / model": None if here is None else here / expected,
-        })  # fmt: skip
-    return [Table(f"run here, {tokens} tokens, hidden size {heads * head_dim}", rows)] if rows else []
