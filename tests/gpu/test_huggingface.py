@@ -4,13 +4,14 @@ import copy
 
 import pytest
 
+from treeattn.backends.cuda import cupy_runtime
+
+if problem := cupy_runtime.problem():  # before torch, which takes seconds to import
+    pytest.skip(problem, allow_module_level=True)
 transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
 torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
-
-from treeattn.backends.cuda import cupy_runtime  # noqa: E402
-
-if problem := cupy_runtime.problem() or (None if torch.cuda.is_available() else "this torch has no CUDA"):
-    pytest.skip(problem, allow_module_level=True)
+if not torch.cuda.is_available():
+    pytest.skip("this torch has no CUDA", allow_module_level=True)
 
 from tests.support.tiny_models import logits_of, padded, prompt, wide  # noqa: E402
 from treeattn import huggingface  # noqa: E402

@@ -20,9 +20,6 @@ from treeattn.cli import commands
 from treeattn.collectives import clusters
 
 pytestmark = pytest.mark.deep
-for needed in ("sphinx", "furo", "myst_parser", "sphinx_click", "sphinx_copybutton"):
-    pytest.importorskip(needed, reason=f"{needed} is not installed (the extra `docs`)")
-
 ROOT = Path(__file__).resolve().parents[2]
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 WIDTHS = (320, 375, 480, 640, 768, 900, 1024, 1200, 1312, 1400, 1471, 1600, 1920, 2560)
@@ -30,6 +27,8 @@ WIDTHS = (320, 375, 480, 640, 768, 900, 1024, 1200, 1312, 1400, 1471, 1600, 1920
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
+    for needed in ("sphinx", "furo", "myst_parser", "sphinx_click", "sphinx_copybutton"):
+        pytest.importorskip(needed, reason=f"{needed} is not installed (the extra `docs`)")
     out = tmp_path_factory.mktemp("site")
     words = [sys.executable, "-m", "sphinx", "-W", "-n", "-q", ROOT / "docs", out]
     subprocess.run(words, check=True, timeout=600)

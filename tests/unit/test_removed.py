@@ -55,8 +55,12 @@ def test_what_is_removed_is_gone(line):
 
 
 def test_nothing_removed_is_named():
-    patterns = {line: re.compile(pattern(line)) for line in REMOVED}
+    """A text without the word itself is not searched for the pattern: that takes a thousand times as long."""
+    rows = [(line, line.split()[-1].rpartition(".")[2], re.compile(pattern(line))) for line in REMOVED]
     named = [
-        f"{name}: {line}" for name, text in texts() for line, regex in patterns.items() if regex.search(text)
+        f"{name}: {line}"
+        for name, text in texts()
+        for line, word, regex in rows
+        if word in text and regex.search(text)
     ]
     assert not named, "\n".join(named)

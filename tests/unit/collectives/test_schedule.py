@@ -24,7 +24,7 @@ def schedules(draw):
     ranks = st.integers(0, size - 1)
     bounds = st.tuples(st.integers(0, chunks), st.integers(0, chunks)).map(lambda b: range(min(b), max(b)))
     rounds = st.lists(
-        st.lists(st.builds(Transfer, ranks, ranks, bounds, st.booleans()), max_size=5).map(tuple)
+        st.lists(st.builds(Transfer, ranks, ranks, bounds, st.booleans()), max_size=5).map(tuple), max_size=5
     )
     return Schedule(draw(st.text()), size, chunks, tuple(draw(rounds)), draw(st.sampled_from(RESULTS)))
 

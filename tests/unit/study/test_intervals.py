@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from math import exp, isclose, log
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from msgspec.structs import replace
 from numpy.random import default_rng
 
+from tests.support.drawn import sample
 from treeattn.cli import compare_table
 from treeattn.collectives import build, needs_nodes
 from treeattn.collectives.clusters import description
@@ -108,8 +110,12 @@ def priced(cluster, factors):
     return replace(cluster, tiers=tiers, executors=executors)
 
 
-@pytest.mark.parametrize("scheme", ["k_nomial_tree", "recursive_multiplying", "bine", "hierarchical"])
-@pytest.mark.parametrize("name", ["frontier", "dgx-h100"])
+MANY_PRICES = product(
+    ("frontier", "dgx-h100"), ("k_nomial_tree", "recursive_multiplying", "bine", "hierarchical")
+)
+
+
+@pytest.mark.parametrize(("name", "scheme"), sample(3, MANY_PRICES))
 def test_of_machines_that_are_drawn_intervals_hold_95_in_100(name, scheme):
     """Within 2 points, by full simulations of 64 ranks: the sum along one critical path is enough."""
     cluster, factors = replace(description.load(name), scatter=0.0, drift=0.0), default_rng(1)
