@@ -7,10 +7,12 @@ import re
 import shutil
 import subprocess
 from html.parser import HTMLParser
+from unittest import mock
 
 import pytest
 
 from tests.unit.study import made_results
+from treeattn.cli import report
 from treeattn.collectives import Schedule, build
 from treeattn.study.compare import rows
 from treeattn.study.compare.rows import SUM
@@ -106,7 +108,9 @@ def test_why_the_fastest_is_so_is_drawn(tmp_path, cluster, node, about):
     """Over time, on one scale, the fastest and the first that is slower; and in each schedule's drawing."""
     out, keys = tmp_path / "r.html", made_results.keys(SCHEMES, [0])
     path = made_results.write(tmp_path / "r", keys, 9, nodes=[0, 0, node, 1])
-    in_process("report", path, "--out", out, *cluster)
+    with mock.patch.object(report, "simulate", wraps=report.simulate) as simulated:
+        in_process("report", path, "--out", out, *cluster)
+    assert simulated.call_count == 3  # one for each schedule
     text = out.read_text()
     drawn = [base64.b64decode(one).decode() for one in re.findall(r"svg\+xml;base64,([\w+/=]+)", text)]
     over_time = [one for one in drawn if 'class="bar wait"' in one]
@@ -150,7 +154,8 @@ def test_what_is_wrong_is_said(tmp_path):
     made_results.write(path, failed, 1, time_us=None, error="needs 8 ranks & more")
     in_process("report", path, "--out", out, "--cluster", "laptop", code=1)
     text = out.read_text()
-    assert "not drawn: laptop has 8 places" in text
+    assert text.count("not drawn: laptop has 8 places") == 2  # over time, and by rounds
+    assert "chain on 16 ranks" in Parsed(text).headings
     assert "chain: ranks ended with different bits" in text
     assert "&lt;ring&gt; (reduce, 4 ranks, 8,320 bytes" in text
     assert "needs 8 ranks &amp; more" in text

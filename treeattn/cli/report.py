@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import base64
+import functools
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ from treeattn.study.why import equal_messages
 #: Of critical paths where no cluster is named: who waits for whom hangs little on them.
 _PRICES = "cpu-hdr200"
 
+_Simulated = Callable[..., Simulation | None]
+
 
 @click.command("report")
 @click.argument("files", nargs=-1, required=True, type=FILE, metavar="RESULTS..")
@@ -51,8 +54,13 @@ def command(files: tuple[Path, ...], baseline: str | None, cluster: str | None, 
     output.open(*files)
     frame, found = plot.frame(files, baseline), rows.read(*files)
     summaries: Any = frame.astype(object).where(frame.notna(), None).to_dict("records")
+
+    @functools.cache  # a schedule is drawn over time, and by rounds
+    def simulated(*of: Any) -> Simulation | None:
+        return _simulated(named, *of)
+
     cases = [
-        _case(list(group), named)
+        _case(list(group), simulated)
         for _, group in groupby(summaries, lambda row: (row["case"], row["commit"], row["mpi"], row["nodes"]))
     ]
     made = {name: figure(frame, 9.0) for name, figure in draw.FIGURES.items()}
@@ -75,7 +83,7 @@ def command(files: tuple[Path, ...], baseline: str | None, cluster: str | None, 
         figures={
             name: _encoded(draw.content(figure, "svg")) for name, figure in made.items() if figure is not None
         },
-        schedules=list(_schedules(found, named)),
+        schedules=list(_schedules(found, simulated)),
         commands=[*dict.fromkeys(map(_command, found)), shlex.join(again)],
     )
     output.write(written.encode())
@@ -87,7 +95,7 @@ def _encoded(picture: bytes) -> str:
     return base64.b64encode(picture).decode()
 
 
-def _case(of: list[Summary], named: topology.Described | None) -> dict[str, Any]:
+def _case(of: list[Summary], simulated: _Simulated) -> dict[str, Any]:
     """The table of one case, of the columns that have something, and what it says and shows."""
     columns = [
         column for column in compare_table.COLUMNS if any(column.cell(row) not in ("-", "") for row in of)
@@ -98,7 +106,7 @@ def _case(of: list[Summary], named: topology.Described | None) -> dict[str, Any]
         "columns": [column for column in columns if not column.wide],
         "more": [columns[0], *(column for column in columns if column.wide)],
         "rows": of,
-        "why": list(_over_time(of, named)),
+        "why": list(_over_time(of, simulated)),
         "headline": compare_table.sentence(of),
         "notes": [*filter(None, (equal_messages(of), compare_table.own_jobs(of)))],
     }
@@ -114,13 +122,13 @@ def _jobs(found: Iterable[Row]) -> Iterator[dict[str, Any]]:
         }  # fmt: skip
 
 
-def _over_time(of: list[Summary], named: topology.Described | None) -> Iterator[dict[str, str]]:
+def _over_time(of: list[Summary], simulated: _Simulated) -> Iterator[dict[str, str]]:
     """The fastest that has a schedule over time, and on its scale the first that is slower."""
     found: dict[bool, Simulation] = {}
     try:
         for row in of if of[0]["ranks"] > 1 else ():
             slower = bool(found) and row["like_fastest"] is False
-            if slower not in found and (simulation := _simulated(row, named)) is not None:
+            if slower not in found and (simulation := simulated(*_step(row))) is not None:
                 found[slower] = simulation
     except ArgumentError as error:  # of the case, and so of its first
         yield {"words": f"not drawn: {error}", "picture": ""}
@@ -134,27 +142,29 @@ def _over_time(of: list[Summary], named: topology.Described | None) -> Iterator[
         yield {"words": words, "picture": _encoded(picture.encode())}
 
 
-def _simulated(row: Mapping[str, Any], named: topology.Described | None) -> Simulation | None:
+def _step(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What `_simulated` needs to know of a row."""
+    records = row["batch"] * row["heads"] * row["queries"]
+    payload = Payload(records, row["bytes"] // records, row["queries"])
+    return row["scheme"], row["schedule"], tuple(row["nodes"]), payload
+
+
+def _simulated(
+    named: topology.Described | None, scheme: str, own: str | None, nodes: tuple[int, ...], payload: Payload
+) -> Simulation | None:
     """A step of what was measured, with prices of the named cluster; None for what has no schedule: a
     library's collective, a ring, one that this size does not have. Without a cluster, with `_PRICES` for
     nodes as the ranks had them. Raises `ArgumentError` for more ranks than the cluster has places, or than
     are drawn."""
-    if row["ranks"] > svg.RANK_LIMIT:
-        raise ArgumentError(f"{row['ranks']} ranks are more than {svg.RANK_LIMIT}")
-    places = topology.Topology(tuple(topology.Rank(rank, node, ()) for rank, node in enumerate(row["nodes"])))
+    if len(nodes) > svg.RANK_LIMIT:
+        raise ArgumentError(f"{len(nodes)} ranks are more than {svg.RANK_LIMIT}")
+    places = topology.Topology(tuple(topology.Rank(rank, node, ()) for rank, node in enumerate(nodes)))
     try:
-        own = row["schedule"]
-        schedule = Schedule.from_json(own) if own else build(row["scheme"], row["ranks"], places.nodes)
+        schedule = Schedule.from_json(own) if own else build(scheme, len(nodes), places.nodes)
     except ScheduleError:
         return None
     cluster = named.cluster if named else _like(places)
-    records = row["batch"] * row["heads"] * row["queries"]
-    return simulate(
-        schedule,
-        cluster,
-        places.places_on(cluster),
-        Payload(records, row["bytes"] // records, row["queries"]),
-    )
+    return simulate(schedule, cluster, places.places_on(cluster), payload)
 
 
 def _like(places: topology.Topology) -> description.Cluster:
@@ -174,22 +184,21 @@ def _like(places: topology.Topology) -> description.Cluster:
     )
 
 
-def _schedules(found: Iterable[Row], named: topology.Described | None) -> Iterator[dict[str, str]]:
-    """Drawings of those that were measured, own ones out of their rows, with their critical paths."""
+def _schedules(found: Iterable[Row], simulated: _Simulated) -> Iterator[dict[str, str]]:
+    """Drawings of those that were measured, own ones out of their rows, with their critical paths; or why
+    there is none."""
     for row in {
         (row.scheme, tuple(row.nodes)): row for row in found if row.algorithm is None and row.ranks > 1
     }.values():
+        made = {"title": f"{row.scheme} on {row.ranks} ranks"}
         try:
-            if (one := _simulated(structs.asdict(row), named)) is None:
+            if (one := simulated(*_step(structs.asdict(row)))) is None:
                 continue
-            picture = timeline.rounds(one).encode()
-        except (ArgumentError, RestrictionError):
-            continue
-        yield {
-            "title": f"{row.scheme} on {row.ranks} ranks",
-            "picture": _encoded(picture),
-            "steps": text.text(one.schedule, node_groups(one.cluster, one.places)),
-        }
+            made["picture"] = _encoded(timeline.rounds(one).encode())
+            made["steps"] = text.text(one.schedule, node_groups(one.cluster, one.places))
+        except (ArgumentError, RestrictionError) as error:
+            made["words"] = f"not drawn: {error}"
+        yield made
 
 
 def _command(row: Row) -> str:

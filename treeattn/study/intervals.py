@@ -124,7 +124,7 @@ def _missed(cluster: Cluster, chance: np.random.Generator, schedules: int) -> ND
 def words(cluster: Cluster, of: Iterable[tuple[str, Estimate]] = ()) -> str:
     """What the intervals account for, in a sentence; and of which schemes assumed prices alone decide whether
     they are faster than the fastest."""
-    turned = ", ".join(name for name, one in of if one.assumed_decides)
+    turned = ", ".join(dict.fromkeys(name for name, one in of if one.assumed_decides))
     decided = f"; assumed prices alone decide whether the fastest is faster than {turned}" if turned else ""
     text = "95 % intervals hold errors of prices, those assumed within a factor of 2, and "
     if cluster.scatter is not None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 from msgspec.structs import replace
 
 from treeattn.collectives.clusters import description
+from treeattn.mpi import topology
+from treeattn.study import intervals
+from treeattn.study.compare import prediction
 from treeattn.study.compare.prediction import lacking, predicted
 from treeattn.study.compare.rows import Key
 
@@ -38,3 +43,15 @@ def test_an_executor_without_prices_is_named():
         "no prices: leonardo: executors: there is no 'mpi'; choose from program"
     )
     assert lacking(leonardo, (0, 1), KEY) == ""
+
+
+def test_an_order_that_assumed_prices_decide_is_said_once(monkeypatch):
+    ranks = topology.Topology(tuple(topology.Rank(rank, 0, ()) for rank in range(2)))
+    monkeypatch.setattr(topology, "detect", lambda world: ranks)
+    unsure = replace(intervals.UNKNOWN, assumed_decides=True)
+    monkeypatch.setattr(prediction, "estimates", lambda cluster, costs: [unsure] * len(costs))
+    world = SimpleNamespace(rank=0, size=1, allgather=lambda value: [value])
+    keys = [KEY, replace(KEY, heads=8, kv_heads=8)]
+    found, said = prediction.predictions(world, topology.Described(DGX, "--cluster"), keys, {})
+    assert [*found] == keys
+    assert said.endswith("alone decide whether the fastest is faster than recursive_doubling")

@@ -54,7 +54,7 @@ def predictions(
                 without[lacking(cluster, places, key)] = None
             known |= zip(costs, estimates(cluster, list(costs.values())), strict=True)
         shown = "; ".join(filter(None, (named.shown, found.misfit(cluster), *without)))
-        return known, f"{shown}\n{words(cluster)}"
+        return known, f"{shown}\n{words(cluster, ((key.label, one) for key, one in known.items()))}"
 
     return collectively(world, predict)
 

@@ -112,6 +112,8 @@ def test_every_price_has_a_source_or_is_assumed(name):
         for field, price, source in re.findall(r"^(\w+) = ([\d.]+)[ \t]*(#?)", table, re.MULTILINE):
             if field in PRICES and float(price):
                 assert source or f'"{field}"' in assumed, f"{field} = {price}"
+        for of in re.findall(r"^protocols = .*(?:\n .*)*\n?.*", table, re.MULTILINE):
+            assert "#" in of or '"protocols"' in assumed, of
 
 
 def dearer(part, by):
