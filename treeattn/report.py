@@ -186,6 +186,11 @@ def microseconds(value: float) -> str:
     return f"{value:.1f}" if value < 1000 else f"{value:,.0f}"
 
 
+def ratio(value: float) -> str:
+    """Format a ratio: two decimals, and never 0.00."""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
 def count(value: float | str) -> str:
     """Format how many there are; words stay as they are."""
     return value if isinstance(value, str) else f"{value:,.0f}"

@@ -14,6 +14,7 @@ import pytest
 from tests.unit.study import made_results
 from treeattn.cli import report
 from treeattn.collectives import Schedule, build
+from treeattn.report import ratio
 from treeattn.study.compare import rows
 from treeattn.study.compare.rows import SUM
 from treeattn.study.compare.summary import summarise
@@ -90,9 +91,9 @@ def test_all_that_was_found_is_there_and_nothing_is_fetched(made, tmp_path):
         for row in measured[1:]
     }
     found = summarise(rows.read(made))
-    assert shown == {one["label"]: (f"{one['time_us']:.1f}", f"{one['ratio']:.2f}") for one in found}
+    assert shown == {one["label"]: (f"{one['time_us']:.1f}", ratio(one["ratio"])) for one in found}
     fastest = found[0]
-    assert f"fastest here: {fastest['label']}, {fastest['ratio']:.2f} of {fastest['baseline']}" in text
+    assert f"fastest here: {fastest['label']}, {ratio(fastest['ratio'])} of {fastest['baseline']}" in text
     assert "jobs/emulated_cluster --nodes 2 --delay 1ms -- mpiexec -n 4 treeattn compare" in text
     assert "treeattn report r.jsonl --out report.html" in text
     for scheme in ("ring", "chain", "mine@1"):
@@ -185,12 +186,12 @@ def test_one_ratio_from_an_own_schedule_to_the_report(tmp_path):
     assert headline in text
     table = next(table for table in Parsed(text).tables if "verdict" in table[0])
     reported = {row[0]: row[table[0].index("ratio")] for row in table[1:]}
-    ratios = [(one["label"], f"{one['ratio']:.2f}") for one in found["summaries"]]
-    assert [(one["label"], f"{one['ratio']:.2f}") for one in json.loads(drawn.read_text())] == ratios
+    ratios = [(one["label"], ratio(one["ratio"])) for one in found["summaries"]]
+    assert [(one["label"], ratio(one["ratio"])) for one in json.loads(drawn.read_text())] == ratios
     assert [*reported.items()] == ratios
     printed = [line.split() for line in done.stdout.splitlines()]
-    for label, ratio in ratios:
-        assert any(words[:1] == [label] and ratio in words for words in printed), label
+    for label, said in ratios:
+        assert any(words[:1] == [label] and said in words for words in printed), label
     assert sorted(ratios, key=lambda one: float(one[1])) == ratios
     assert headline.startswith(f"fastest here: {ratios[0][0]}, ")
     mine = next(label for label, _ in ratios if label.startswith("mine@"))

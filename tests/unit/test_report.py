@@ -97,3 +97,9 @@ def test_one_long_computation_is_no_silence(capsys):
         while said.count("proving") < 2 and time.monotonic() < until:
             said += capsys.readouterr().err
     assert said.splitlines()[:2] == ["proving", "proving"]
+
+
+def test_a_ratio_is_never_nothing():
+    assert [report.ratio(value) for value in (1.0, 0.384, 0.1, 0.0951, 0.00042)] == [
+        "1.00", "0.38", "0.10", "0.095", "0.00042",
+    ]  # fmt: skip

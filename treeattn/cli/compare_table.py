@@ -9,7 +9,7 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
-from treeattn.report import Column, Report, count, identical, microseconds
+from treeattn.report import Column, Report, count, identical, microseconds, ratio
 from treeattn.study.compare.rows import ENOUGH, SUM, Key
 from treeattn.study.compare.summary import Summary, fewest
 from treeattn.study.why import equal_messages, headline
@@ -18,8 +18,8 @@ COLUMNS: list[Column[Summary]] = [
     Column("scheme", "label", words=True),
     Column("µs from\nlast entry", "time_us", microseconds),
     Column("95 % interval", lambda row: between(row["low_us"], row["high_us"], microseconds), wide=True),
-    Column("ratio", "ratio", ".2f"),
-    Column("95 % interval", lambda row: between(row["ratio_low"], row["ratio_high"], "{:.2f}".format)),
+    Column("ratio", "ratio", ratio),
+    Column("95 % interval", lambda row: between(row["ratio_low"], row["ratio_high"], ratio)),
     Column("verdict", lambda row: row["verdict"] or "", words=True),
     Column("p", "p", ".2g", wide=True),
     Column("identical\nbits", lambda row: bits(row), wide=True),
@@ -55,8 +55,8 @@ def sentence(rows: Sequence[Summary]) -> str:
     elif first["label"] == first["baseline"]:
         said = "what the ratios are to"
     else:
-        said = f"{first['ratio']:.2f} of {first['baseline']}"
-    if ends := between(first["ratio_low"], first["ratio_high"], "{:.2f}".format):
+        said = f"{ratio(first['ratio'])} of {first['baseline']}"
+    if ends := between(first["ratio_low"], first["ratio_high"], ratio):
         said += f" ({ends})"
     # Bits of different heads are not compared.
     return headline(
