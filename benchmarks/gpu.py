@@ -102,20 +102,20 @@ class Step:
         self.out = zeros(rows * width, np.float32).reshape(batch, self.queries, heads, width)
         lse = zeros(rows, np.float32).reshape(batch, heads, self.queries)
         eight = {"kv_dtype": shape.dtype, "k_scale": 1.0, "v_scale": 1.0} if "float8" in shape.dtype else {}
-        attention = cuda.PlannedAttention(
+        self.attend = cuda.PlannedAttention(
             records, scale=shape.head_dim**-0.5, tables=self.tables(), runtime=self.runtime, **eight
         )
-        self.attend = attention.finishing(cuda.planned_finish(records, self.out, lse, runtime=self.runtime))
+        self.finish = cuda.planned_finish(records, self.out, lse, runtime=self.runtime)
         q_shape = (batch, self.queries, heads, shape.head_dim)
         self.q = gpu_laps.upload_random(self.runtime, q_shape, "bfloat16")
         size = shape.batch * shape.tokens * shape.kv_heads * shape.head_dim * (1 if eight else 2)
-        count = 1 + max(1, -(-2 * stopwatch.l2_bytes // (size if shape.latent else 2 * size)))
-        self.caches = [self.cache(seed) for seed in range(count)]
         self.bytes = size if shape.latent else 2 * size
+        count = 1 + max(1, -(-2 * stopwatch.l2_bytes // self.bytes))
+        self.caches = [self.cache(seed) for seed in range(count)]
         self.pages = self.page_table()
 
     def __call__(self, k: Any, v: Any) -> None:
-        self.attend(self.q, k, v, None, self.pages)
+        self.attend(self.q, k, v, None, self.pages, finish=self.finish)
 
     def cache(self, seed: int) -> tuple[Any, Any]:
         s = self.shape

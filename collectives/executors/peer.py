@@ -114,6 +114,7 @@ class PeerReducer(StreamReducer):
         super().__init__(windows.planned.name, windows.timeout)
         self.certificate, self.sent = windows.planned.certificate, windows.planned.sent
         self._windows, self._memory = windows, memory
+        self.idle = not windows.planned.program.by_round
 
     @property
     def blocking(self) -> int:

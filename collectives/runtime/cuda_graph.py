@@ -27,7 +27,8 @@ class CudaGraph:
         self._stream = stream
         self._queue = queue
         self.connected = False
-        self._launch: Callable[[], object] | None = None
+        #: What launches it, once it is recorded.
+        self.recorded: Callable[[], object] | None = None
 
     def __call__(self) -> None:
         """Queue the work: kernel by kernel the first time, as one graph launch afterwards."""
@@ -37,7 +38,7 @@ class CudaGraph:
             self._queue()
             self.connected = True
         else:  # without a name: the traceback of a launch that fails would keep the graph alive
-            (self._launch or self.record())()
+            (self.recorded or self.record())()
 
     def check(self) -> None:
         """Raise `StateError` where a capture would hold what cannot be captured."""
@@ -46,12 +47,12 @@ class CudaGraph:
 
     def record(self) -> Callable[[], object]:
         """Record the work now, without running it; what launches it."""
-        self._launch = self._stream.capture(self._queue)
-        return self._launch
+        self.recorded = self._stream.capture(self._queue)
+        return self.recorded
 
     def drop(self) -> None:
         """Give the graph back, before the communicator that it uses, and what it works on."""
-        self._launch, self._queue = None, tuple
+        self.recorded, self._queue = None, tuple
 
 
 class StreamReducer(Reducer):
@@ -104,6 +105,7 @@ class CudaGraphReducer(StreamReducer):
         super().__init__(name, timeout)
         self._communicator, self._stream = communicator, stream
         self._graph = CudaGraph(stream, queue) if queue else None
+        self.idle = queue is None
         self._peers = peers or (name, "the other ranks")
         self._end = end
         self._seconds = watchdog.limit()

@@ -265,8 +265,8 @@ class Reducer(ABC):
         return None
 
     def queued(self, work: Any) -> tuple[Any, ...] | None:
-        """The calls that queue a step, then `work` on its records, as their device planned it; None where a
-        step does more than queue."""
+        """What a step queues, launches and graphs, then `work` on its records, as their device planned it;
+        None where a step does more."""
         return None
 
     def _check_running(self, call: str) -> None:

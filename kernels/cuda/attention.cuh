@@ -65,12 +65,15 @@ struct Scratch {
   Divisor by_splits, by_fan;
 };
 
+// The lengths of so many sequences fit in the arguments.
+constexpr int FEW = 16;
+
 struct AttentionArguments {
   Strided q, k, v; // rows of k and v are aligned to 16 bytes
   Mask mask;
   Pages pages;
   Scratch scratch;
-  const long long *lengths;         // [batch]: valid tokens, clamped to 0..tokens; null: all are
+  const long long *lengths;         // [batch]: valid tokens, clamped to 0..tokens; null: `few_lengths` has them
   float *records;                   // [batch, heads, queries, head_dim + 2], written
   const float *k_scales, *v_scales; // [kv_heads], what keys and values of 8 bits are multiplied by; else unused
   int tokens, queries, heads, kv_heads, group;
@@ -80,6 +83,7 @@ struct AttentionArguments {
   float scale;
   float softcap, by_softcap; // and its reciprocal; 0: none
   float *out, *lse;          // as `finish` writes them, where no other records are to be merged; or null
+  int few_lengths[FEW];      // of at most so many sequences; of more, where all tokens are valid, the largest numbers
 };
 
 constexpr int WARPS = 4, THREADS = 32 * WARPS; // of a block, where its kernel does not say otherwise

@@ -18,9 +18,10 @@ struct AllTokens {
   long long length;
   TileRange at;
 
-  // The length is read from the device's memory at every launch: a captured graph follows a growing cache. All tokens,
-  // however many, without lengths: nothing is written after the load, which would make the block wait for it.
-  __device__ __forceinline__ AllTokens(const AttentionArguments &a, const Work &) : length(0x7fffffff) {
+  // The length is read from the device's memory at every launch, where a captured graph follows a growing cache; else
+  // it is an argument. Nothing is written after the load, which would make the block wait for it.
+  __device__ __forceinline__ AllTokens(const AttentionArguments &a, const Work &)
+      : length(a.few_lengths[blockIdx.z % FEW]) {
     if (a.lengths) length = a.lengths[blockIdx.z];
   }
 

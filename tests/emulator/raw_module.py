@@ -39,7 +39,7 @@ _SANITIZERS = {
     "thread": ("-fsanitize=thread",),
     "address": ("-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
 }
-_WORKERS = min(2, os.cpu_count() or 1)
+WORKERS = min(2, os.cpu_count() or 1)
 
 
 class EmulatorError(RuntimeError):
@@ -93,6 +93,7 @@ class Kernel:
     def __init__(self, name: str, function: Any) -> None:
         self.name = name
         self._function = function
+        self.code = ctypes.cast(function, ctypes.c_void_p).value
 
     def __call__(
         self,
@@ -102,7 +103,7 @@ class Kernel:
         *,
         shared_mem: int = 0,
         seed: int = 0,
-        workers: int = _WORKERS,
+        workers: int = WORKERS,
     ) -> None:
         """Run a grid to its end. An argument is a NumPy array (its address is passed) or one void
         scalar or 0-d structured array (its bytes are).
@@ -125,6 +126,13 @@ class Kernel:
         )
         if failed:
             raise EmulatorError(f"{self.name}: {message.value.decode()}")
+
+
+@functools.cache
+def libcuda() -> ctypes.CDLL:
+    """The driver's library of this machine, which has no GPU."""
+    text = (_HEADERS / "libcuda.c").read_text()
+    return ctypes.CDLL(str(built(".so", ["gcc", "-O1", "-fPIC", "-shared", "-xc", "-"], stdin=text)))
 
 
 def _argument(value: Any) -> Any:

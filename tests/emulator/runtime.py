@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import mmap
 import os
@@ -17,10 +18,19 @@ from treeattn.errors import ArgumentError
 
 from . import device_array
 from .device_array import DeviceArray
-from .raw_module import Kernel, RawModule
+from .raw_module import WORKERS, Kernel, RawModule, libcuda
 
 # Kernels whose blocks wait for other devices: all run at once.
 _WAITING = ("pull_partials",)
+
+
+class _Known(ctypes.Structure):
+    """struct kernel of cuda_on_cpu/libcuda.c."""
+
+    _fields_ = (
+        *(("run", ctypes.c_void_p), ("seed", ctypes.c_uint)),
+        *(("workers", ctypes.c_int), ("launches", ctypes.c_void_p)),
+    )
 
 
 class EmulatorRuntime:
@@ -55,24 +65,37 @@ class EmulatorRuntime:
         self._options = options
         self._edit = edit
         self.shared_bytes = shared_bytes
-        self.launches = 0
+        self._launched = 0
+        self._driver_calls = np.zeros(1, np.int64)
         self.allocations = 0
         self.graph_launches = 0
         self.waited = True
         self._captured: list[Callable[[], object]] | None = None
         self._maps: dict[int, tuple[Any, str]] = {}  # address -> memory, and its file if it was exposed here
 
+    #: A libcuda that executes what it is given.
+    driver = property(lambda self: libcuda())
+    #: Kernels that compiled code launched, and those that were launched by whomever.
+    driver_calls = property(lambda self: int(self._driver_calls[0]))
+    launches = property(lambda self: self._launched + self.driver_calls)
+
+    def handle(self, launch: Any) -> int:
+        """What its libcuda knows a kernel or graph by."""
+        return ctypes.addressof(launch.known)
+
     def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
         """A kernel of kernels/cuda, compiled by g++ if it never was."""
         kernel = _kernel(self._edit(source(module)), expression, self._options, self._sanitizer)
 
         def launch(grid: Any, block: Any, arguments: tuple[Any, ...], **options: Any) -> None:
-            self.launches += 1
+            self._launched += 1
             if module in _WAITING:
                 options["workers"] = grid[0]
             values = tuple(value.copy() if value.dtype.kind == "V" else value for value in arguments)
             self.queue(lambda: kernel(grid, block, values, seed=self._seed, **options))
 
+        workers = 0 if module in _WAITING else WORKERS
+        launch.known = _Known(kernel.code, self._seed, workers, self._driver_calls.ctypes.data)
         return launch
 
     def queue(self, work: Callable[[], object]) -> None:
@@ -202,6 +225,7 @@ class EmulatorRuntime:
             for work in graph:
                 self.queue(work)
 
+        launch.known = ctypes.CFUNCTYPE(None)(launch)
         return launch
 
     def address(self, array: Any) -> int:
@@ -271,6 +295,8 @@ class LazyRuntime(EmulatorRuntime):
     """Streams that run nothing before `synchronize_all`, and then those first that were used last: what does
     not follow the stream of a step before runs before that step. The current one is `stream`."""
 
+    driver = None
+
     def __init__(self) -> None:
         super().__init__()
         self._queued: dict[int, list[Callable[[], object]]] = {}
@@ -306,7 +332,7 @@ class LazyRuntime(EmulatorRuntime):
 class CountingRuntime(EmulatorRuntime):
     """Launches nothing; counts splits and uploads, on a large device."""
 
-    multiprocessors = 132
+    multiprocessors, driver = 132, None
 
     def __init__(self) -> None:
         super().__init__()

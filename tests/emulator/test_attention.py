@@ -59,21 +59,6 @@ def test_splits_merge_on_two_levels(case: Case, fan: int, monkeypatch: pytest.Mo
 
 
 @needs_emulator
-@pytest.mark.parametrize("case", PLAIN, ids=str)
-def test_a_plan_launches_again_without_allocating(case: Case) -> None:
-    runtime = EmulatorRuntime()
-    planned, _ = CONTRACT.planned(case, runtime=runtime)
-    q, k, v, _, _ = case.inputs()
-    lengths = np.zeros(case.batch, np.int64)
-    planned(q, k, v, lengths)
-    allocations = runtime.allocations
-    for length in (0, 3, 64, 150):
-        lengths[:] = length  # in place: the kernel reads it, the plan does not look
-        planned(q, k, v, lengths)
-    assert (runtime.launches, runtime.allocations) == (5, allocations)
-
-
-@needs_emulator
 def test_a_device_with_little_shared_memory_takes_the_multiply_add_kernel() -> None:
     case = Case("bfloat16", 64, group=4, splits=2)
     small = attend(case, runtime=EmulatorRuntime(shared_bytes=30 << 10))
@@ -116,7 +101,7 @@ def test_new_views_bind_as_fresh_arrays_do() -> None:
         for name in "numerators", "states", "counters":  # each plan's workspace is its own
             fresh._arguments["scratch"][name] = planned._arguments["scratch"][name]
         for name in planned._arguments.dtype.names:
-            assert planned._arguments[name] == fresh._arguments[name], name
+            assert (planned._arguments[name] == fresh._arguments[name]).all(), name
         assert runtime.splits[-1] == runtime.splits[-2]
 
 

@@ -29,7 +29,7 @@ SHAPES = [
 class Stopwatch(EmulatorRuntime):
     """With a device of a small L2 cache, whose time counts launches and copies."""
 
-    l2_bytes, made = 20_000, 0
+    driver, l2_bytes, made = None, 20_000, 0
     runtime = property(lambda self: self)
 
     def queue(self, work: Callable[[], object]) -> None:

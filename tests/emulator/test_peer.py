@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support import verbs
 from tests.support.drawn import sample
 from tests.support.reducer_contract import plain, promised, wanted
 from treeattn import collectives
@@ -159,21 +158,6 @@ def test_a_recorded_step_counts_on() -> None:
         for held, step in zip(node.run(list(partials)), partials, strict=True):
             assert_same_bits(schedule, held, step)
         assert [runtime.graph_launches for runtime in node.runtimes] == [4, 4]
-
-
-def test_a_step_may_finish_its_records() -> None:
-    """In the same launch, with the bits of the kernel that does it alone; records stay as they are."""
-    schedule, partials = collectives.build("reduce_scatter_gather", 3), made(3, 3, 7)
-    with Node(schedule, 7, HEAD_DIM, finish=True) as node:
-        for step in partials:
-            (held,) = node.run([step])
-            assert_same_bits(schedule, held, step)
-            for records, (out, lse) in zip(held, node.results, strict=True):
-                want = np.empty_like(out), np.empty_like(lse)
-                verbs.finish(cuda, records[None, :, None], *want, runtime=EmulatorRuntime())
-                np.testing.assert_array_equal(out.view(np.uint32), want[0].view(np.uint32))
-                np.testing.assert_array_equal(lse.view(np.uint32), want[1].view(np.uint32))
-        assert [runtime.launches for runtime in node.runtimes] == [3] * 3
 
 
 def test_a_step_without_a_rank_has_no_result() -> None:

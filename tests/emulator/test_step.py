@@ -1,7 +1,8 @@
-"""What a planned step on a GPU costs the host, which may only fall."""
+"""A planned step as one C call: its results, and what it costs the host, which may only fall."""
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import weakref
 from collections.abc import Callable
@@ -13,6 +14,9 @@ import numpy as np
 import pytest
 
 import treeattn
+from tests.support.exporters import Dlpack
+from treeattn.attention.arguments import Rules
+from treeattn.errors import StateError
 
 from .cases import Case
 from .raw_module import compiler_problem
@@ -20,40 +24,123 @@ from .runtime import EmulatorRuntime
 
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
-PACKAGE = [Path(__file__).resolve().parents[2] / name for name in ("treeattn", "collectives")]
+PACKAGE = str(Path(treeattn.__file__).parent)
 CASE = Case("bfloat16", 64, group=4, batch=2)
 DEVICE_LENGTHS = np.array([9, 150])
 #: Arguments of a step, from its arrays -> Python functions of the package that a call enters.
 WAYS: dict[str, tuple[Callable[..., tuple[Any, ...]], int]] = {
-    "the same arrays": (lambda *arrays: arrays, 7),
-    "lengths of the device": (lambda *arrays: (*arrays, DEVICE_LENGTHS), 7),
-    "lengths of the host": (lambda *arrays: (*arrays, [3, 150]), 10),
-    "new views": (lambda *arrays: tuple(array.view() for array in arrays), 13),
-    "new views and lengths": (lambda q, k, v: (q.view(), k[:, :70], v[:, :70], [70, 3]), 16),
+    "the same arrays": (lambda *arrays: arrays, 5),
+    "lengths of the device": (lambda *arrays: (*arrays, DEVICE_LENGTHS), 5),
+    "lengths of the host": (lambda *arrays: (*arrays, [3, 150]), 9),
+    "new views": (lambda *arrays: tuple(array.view() for array in arrays), 11),
+    "new views and lengths": (lambda q, k, v: (q.view(), k[:, :70], v[:, :70], [70, 3]), 15),
 }
 
 
 def frames(run: Callable[[], object]) -> int:
-    """How many Python functions of the package a call enters."""
-    files: list[str] = []
-    sys.setprofile(lambda frame, event, _: event == "call" and files.append(frame.f_code.co_filename))
+    """Python functions of the package that `run` enters."""
+    entered: list[str] = []
+    sys.setprofile(lambda frame, event, _: event == "call" and entered.append(frame.f_code.co_filename))
     try:
         run()
     finally:
         sys.setprofile(None)
-    return sum(Path(file).is_relative_to(folder) for file in files for folder in PACKAGE)
+    return sum(file.startswith(PACKAGE) for file in entered)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_frames_and_launches_of_a_step(runtime: EmulatorRuntime, way: str) -> None:
+def test_frames_and_driver_calls_of_a_step(runtime: EmulatorRuntime, way: str) -> None:
     given, most = WAYS[way]
     arrays = CASE.inputs()[:3]
     with treeattn.Decoder(**CASE.plan) as decoder:
         decoder(*arrays)
         decoder(*given(*arrays))
-        counted, step = (runtime.launches, runtime.allocations), given(*arrays)
+        counted = runtime.driver_calls, runtime.launches, runtime.allocations
+        step = given(*arrays)
         assert frames(lambda: decoder(*step)) <= most
-        assert (runtime.launches, runtime.allocations) == (counted[0] + 1, counted[1])
+        assert (runtime.driver_calls, runtime.launches) == (counted[0] + 1, counted[1] + 1)
+        assert runtime.allocations == counted[2]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        Case("float32", 64, group=2, queries=3, batch=17, tokens=40),  # lengths are copied
+        Case("float32", 512, tokens=300),  # two launches: the splits of wide heads are merged by another
+        Case("bfloat16", 64, group=8, kv_heads=1, causal=True, tokens=70),  # by tables
+    ],
+    ids=str,
+)
+def test_the_bits_are_those_of_the_runtime(
+    runtime: EmulatorRuntime, monkeypatch: pytest.MonkeyPatch, case: Case
+) -> None:
+    """Cut or whole, lengths on the host, on the device or none in turn, and around parts of a step."""
+    q, k, v, *_ = case.inputs()
+    lengths = np.random.default_rng(1).integers(0, 21, case.batch)
+    cuts = [(q, k, v), (q.copy(), k[:, :20], v[:, :20])]
+    steps = [
+        (*cut, given) for cut in cuts for given in (None, lengths.tolist(), None, lengths, [20] * len(q))
+    ]
+    seen = {"q_positions": np.full((case.batch, case.queries), 20)} if case.causal else {}
+    by_tables = {"rules": Rules(causal=True), "cache": treeattn.CacheFormat(positions="interleaved")}
+    results = []
+    for driver in (runtime.driver, None):
+        monkeypatch.setattr(EmulatorRuntime, "driver", driver)
+        calls = runtime.driver_calls
+        with treeattn.Decoder(**case.plan | (by_tables if case.causal else {})) as decoder:
+            for step in steps:
+                results.append([array.copy() for array in decoder(*step, **seen)])
+                decoder.out[...] = 0
+                decoder.local(*step, **seen)
+                assert not decoder.out.any()
+        assert (runtime.driver_calls > calls) == (driver is not None)
+    for one, other in zip(results[: len(steps)], results[len(steps) :], strict=True):
+        np.testing.assert_array_equal(one[0], other[0])
+        np.testing.assert_array_equal(one[1], other[1])
+
+
+def test_what_the_driver_refuses_is_made_by_the_runtime(
+    runtime: EmulatorRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the launch on that is refused, on the stream that is current, of the GPU that has the kernel."""
+    case, asked = Case("float32", 512, tokens=300), []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *[ctypes.c_uint] * 7, *[ctypes.c_void_p] * 3)
+    def refuse(kernel: int, *rest: Any) -> int:
+        asked.append(rest[7])
+        pointers = [ctypes.c_void_p(one) for one in (kernel, *rest[7:])]
+        accepted = len(asked) == 1
+        return runtime.driver.cuLaunchKernel(pointers[0], *rest[:7], *pointers[1:]) if accepted else 400
+
+    with treeattn.Decoder(**case.plan) as decoder:
+        wanted, arrays = decoder(*case.inputs()[:3])[0].copy(), decoder.plan.attend.bound[:3]
+        decoder.plan.fused_step._struct["launch_kernel"] = ctypes.cast(refuse, ctypes.c_void_p).value
+        decoder.out[...], runtime.stream = 0, 7
+        np.testing.assert_array_equal(decoder(*arrays)[0], wanted)
+        assert (asked, runtime.driver_calls, runtime.launches) == ([7, 7], 3, 4)
+        monkeypatch.setattr(runtime, "check", lambda name, array: 1 / 0)  # another GPU is current
+        with pytest.raises(ZeroDivisionError):
+            decoder(*arrays)
+    with pytest.raises(StateError, match="closed"):
+        decoder(*arrays)
+    assert (len(asked), runtime.launches) == (3, 4)
+
+
+def test_arrays_of_another_library_and_a_capture(runtime: EmulatorRuntime) -> None:
+    """The first are one C call from the second step on; what is captured is written down by the runtime."""
+    arrays = CASE.inputs()[:3]
+    given = [Dlpack(array.view(np.uint16), kind=2, code=4) for array in arrays]
+    with treeattn.Decoder(**CASE.plan) as decoder:
+        wanted = decoder(*arrays)[0].copy()
+        for _ in range(2):
+            np.testing.assert_array_equal(decoder(*given)[0], wanted)
+        launch = runtime.capture(lambda: decoder(*arrays))
+        calls = runtime.driver_calls
+        decoder.out[...] = 0
+        launch()
+        np.testing.assert_array_equal(decoder.out, wanted)
+        assert runtime.driver_calls == calls > 0
 
 
 @pytest.mark.usefixtures("runtime")

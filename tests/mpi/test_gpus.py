@@ -70,6 +70,7 @@ class Transport:
     transport: str
     every = SCHEDULES
     graph = True  # of the whole step
+    driver_calls = 0  # of the five steps behind the first
 
     @pytest.fixture(autouse=True)
     def _found(self, comm, runtime, nccl_communicators):
@@ -90,9 +91,13 @@ class Transport:
             with self.planned(scheme) as decoder:
                 decoder(*arrays)
                 counted = self.runtime.allocations, self.runtime.launches, self.runtime.graph_launches
+                driven = self.runtime.driver_calls
                 for _ in range(5):
                     assert_equal(decoder(*arrays), wanted)
                 assert self.runtime.allocations == counted[0]
+                if not decoder.plan.buffers.sliced:
+                    calls = self.driver_calls if self.comm.size > 1 else 5 * decoder._reducer.idle
+                    assert self.runtime.driver_calls - driven == calls
                 self.check_launches(decoder, scheme, *counted[1:])
                 assert decoder.sent == sent
                 assert decoder.transport == self.transport
@@ -165,6 +170,7 @@ class TestNccl(Transport):
 
     transport = "nccl"
     every = REPLICATED
+    driver_calls = 4 * 2  # the graph is recorded in the second step; attention is before it, finish behind
 
     def check_launches(self, decoder, scheme, launches, graphs):
         assert self.runtime.graph_launches - graphs == (5 if self.comm.size > 1 else 0)
@@ -174,14 +180,15 @@ class TestNccl(Transport):
 
 
 class TestPeer(Transport):
-    """One launch after attention, unless the result is a slice."""
+    """One launch after attention, unless the result is a slice; a rank alone has none."""
 
     transport = "peer"
+    driver_calls = 5 * 2
 
     def check_launches(self, decoder, scheme, launches, graphs):
         alone, heads = self.comm.size == 1, decoder.heads.stop - decoder.heads.start
-        finishes = bool(heads) and (alone or scheme not in REPLICATED)  # fewer heads than ranks, perhaps
-        assert self.runtime.launches - launches == 5 * (1 + (not alone) + finishes)
+        finishes = bool(heads) and scheme not in REPLICATED  # fewer heads than ranks, perhaps
+        assert self.runtime.launches - launches == 5 * (1 if alone else 2 + finishes)
 
     def test_a_schedule_of_ones_own_and_ranks_that_share_a_gpu(self):
         """Two kinds of fold in a round, and records that are copied while their old value leaves."""
@@ -196,6 +203,7 @@ class TestPeerOnTwoNodes(Transport):
     """Peer memory within them, NCCL between: as it is queued, then as one graph."""
 
     transport = "peer"
+    driver_calls = 4 * 2
 
     def check_launches(self, decoder, scheme, launches, graphs):
         assert decoder.executor == "peer_nccl"

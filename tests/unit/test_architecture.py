@@ -108,11 +108,11 @@ def test_every_file_named_on_the_page_exists():
         assert all(any(list(top.glob(path)) for top in tops) for path in paths), name
 
 
-# What only one of the backends has: NumPy in place of compiled kernels, reproducible records, weights of
-# int8, memory in large pages, settings for a processor; the GPU's libraries, and how its kernels are built,
+# What only one of the backends has: NumPy in place of compiled kernels, reproducible records, products; the
+# GPU's libraries, and how its kernels are built,
 # cut into blocks and given pages.
 ALONE = {
-    "cpu": {"bins", "blocked", "reproducible"},
+    "cpu": {"bins", "blocked", "multiply_rows", "reproducible"},
     "cuda": {
         "arguments", "block_table", "cache", "cupy_runtime", "driver", "pull", "runtime", "splits",
         "step", "variants",

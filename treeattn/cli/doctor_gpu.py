@@ -7,15 +7,14 @@ meet half an installation, whose errors have no common type.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda import driver as cuda_driver
-from treeattn.backends.cuda.driver import Driver
 from treeattn.cli import probe
 from treeattn.cli.probe import Finding
 from treeattn.collectives.runtime import nccl
-from treeattn.errors import BackendError, TreeattnError
+from treeattn.errors import BackendError
 from treeattn.mpi import library
 
 # Two ranks decode: of each one token, whose value is its rank. Records of 270 kB, which no library sends
@@ -35,11 +34,22 @@ print("right" if (cupy.asnumpy(out) == 0.5).all() else "wrong")
 
 def findings() -> Iterator[Finding]:
     """What a GPU would need here. Never raises over what is missing."""
-    driver = yield from _driver()
+    gpus: list[str] = []
+    driver = _asked(
+        "NVIDIA driver",
+        lambda: _driver(gpus),
+        "to compute on a GPU: install NVIDIA's driver; after an update of it reboot, else reinstall it",
+    )
+    yield driver
+    if driver.verdict == "ok" and not gpus:
+        remedy = "check CUDA_VISIBLE_DEVICES, and that the job asked for GPUs"
+        yield Finding("GPU", "missing", "the driver shows none", remedy)
+    for gpu, count in Counter(gpus).items():
+        yield Finding("GPU", "ok", f"{count} x {gpu}")
     cupy = _asked("CuPy", _cupy)
     yield cupy
     yield _asked("NCCL", _nccl)
-    usable = driver is not None and bool(driver.gpus) and cupy.verdict == "ok"
+    usable = bool(gpus) and cupy.verdict == "ok"
     if usable:
         yield _asked("CUDA kernels", _one_kernel)
         yield _asked("Peer memory", lambda: _trial("peer"), (
@@ -61,30 +71,13 @@ def _asked(subject: str, ask: Callable[[], str], remedy: str = "") -> Finding:
         return Finding(subject, "missing", (str(error).strip() or repr(error)).splitlines()[0], remedy)
 
 
-def _driver() -> Generator[Finding, None, Driver | None]:
-    subject = "NVIDIA driver"
-    try:
-        driver = cuda_driver.driver()
-    except TreeattnError as error:
-        yield Finding(subject, "missing", str(error), "after a driver update reboot, else reinstall it")
-        return None
-    if driver is None:
-        yield Finding(subject, "missing", "no libcuda.so.1", "to compute on a GPU: install NVIDIA's driver")
-        return None
-    known = "{}, CUDA up to {}.{}".format(driver.release or "release unknown", *driver.cuda)
-    yield Finding(subject, "ok", known)
-    if not driver.gpus:
-        remedy = "check CUDA_VISIBLE_DEVICES, and that the job asked for GPUs"
-        yield Finding("GPU", "missing", "the driver shows none", remedy)
-    for gpu, count in Counter(driver.gpus).items():
-        what = f"{count} x {gpu.name}, compute capability {gpu.capability}, {gpu.memory / 2**30:.0f} GiB"
-        yield Finding("GPU", "ok", what)
-    return driver
+def _driver(gpus: list[str]) -> str:
+    """gpus: gets what is said of each."""
+    said, gpus[:] = cuda_driver.inventory()
+    return said
 
 
 def _cupy() -> str:
-    if problem := cupy_runtime.problem():
-        raise BackendError(problem)
     return f"serves {cupy_runtime.current().name}"
 
 

@@ -112,8 +112,8 @@ def verify(
             "draft_k": _digest(where, keys, tree),
             "draft_v": _digest(where, values, tree),
         }
-        valid: Any = held.lengths
-        agreed.share = [tokens] * tree.batch if valid is None else where.to_host(valid).tolist()
+        valid = where.host_lengths(held.lengths)
+        agreed.share = [tokens] * tree.batch if valid is None else np.asarray(valid).tolist()
     planned = shape.plain
     planned |= {"nodes": planned.pop("queries"), "scheme": scheme, "scale": scale, "device": where.name}
     planned |= {"owner": owner, "reproducible": reproducible}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,6 +34,7 @@ def cupy(no_cupy, monkeypatch):
     made = MadeUpCupy()
     monkeypatch.setitem(sys.modules, "cupy", made)
     monkeypatch.setattr(cuda_driver, "identity", lambda index: f"8f1c0a52-{index}")
+    monkeypatch.setattr(cuda_driver, "library", lambda: None)
     return made
 
 
@@ -216,17 +217,12 @@ def test_what_is_known_of_a_device(cupy, capability, has):
 @pytest.fixture
 def device_array(log):
     """Writes down how it is copied."""
-    names = ("copy_from_host_async", "copy_to_host_async")
-    return SimpleNamespace(
-        data=SimpleNamespace(
-            **{
-                name: strict(
-                    f"cuda.MemoryPointer.{name}", lambda *given, name=name: log.append((name, *given))
-                )
-                for name in names
-            }
-        )
-    )
+
+    def copying(name):
+        return strict(f"cuda.MemoryPointer.{name}", lambda *given: log.append((name, *given)))
+
+    names = "copy_from_host_async", "copy_to_host_async"
+    return SimpleNamespace(data=SimpleNamespace(**{name: copying(name) for name in names}))
 
 
 def test_what_is_uploaded_may_change_at_once(cupy, runtime, log, device_array):
@@ -259,13 +255,16 @@ def test_copies_go_by_address_and_length(cupy, runtime, log, device_array):
 
 
 def test_a_capture_has_a_stream_of_its_own_and_ends_with_an_error(cupy, runtime, log):
-    graph = SimpleNamespace(launch=strict("cuda.Graph.launch", lambda: log.append("launch")))
+    graph = SimpleNamespace(graphExec=8192)
+    graph.launch = MethodType(lambda self, stream=None: log.append("launch"), graph)
     cupy.answers["cuda.Stream.end_capture"] = graph
     begin = [("cuda.Device", 0), "in cuda.Device", ("cuda.Stream", True), "in cuda.Stream"]
     begin += [("cuda.Stream.begin_capture",)]
     end = [("cuda.Stream.end_capture",), "out of cuda.Stream", "out of cuda.Device"]
-    runtime.capture(lambda: log.append("run"))()
+    launch = runtime.capture(lambda: log.append("run"))
+    launch()
     assert log == [*begin, "run", *end, "launch"]
+    assert runtime.handle(launch) == 8192
     for answer in (graph, error(cupy, "cudaErrorStreamCaptureInvalidated")):
         cupy.answers["cuda.Stream.end_capture"] = answer
         log.clear()

@@ -8,14 +8,12 @@ import pytest
 
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda import driver as cuda_driver
-from treeattn.backends.cuda.driver import Driver, Gpu
 from treeattn.cli import doctor_gpu, probe
 from treeattn.collectives.runtime import nccl as nccl_library
 from treeattn.errors import BackendError
 from treeattn.mpi import library
 
-H100 = Gpu("NVIDIA H100 80GB HBM3", "9.0", 80 << 30)
-DRIVER = Driver("550.54.15", (12, 4), (H100, H100))
+DRIVER = "550.54.15, CUDA up to 12.4", ["NVIDIA H100 80GB HBM3, compute capability 9.0, 80 GiB"] * 2
 
 
 def raiser(error):
@@ -30,14 +28,14 @@ def found(monkeypatch):
     """What is found on a machine with two GPUs and all that they need, but for what is told; "trials": of
     what two ranks were started for."""
 
-    def find(driver=lambda: DRIVER, cupy=lambda: None, nvrtc=None, nccl=None, aware=True, launcher="mpiexec",
+    def find(driver=lambda: DRIVER, cupy=None, nvrtc=None, nccl=None, aware=True, launcher="mpiexec",
              trial=("rightright", None)):  # fmt: skip
         trials = []
         kernel = raiser(BackendError(nvrtc)) if nvrtc else lambda module, _: None
         runtime = SimpleNamespace(kernel=kernel, name="NVIDIA H100 80GB HBM3")
         for module, name, value in (
-            (cuda_driver, "driver", driver), (cupy_runtime, "problem", cupy),
-            (cupy_runtime, "current", lambda: runtime), (nccl_library, "problem", lambda: nccl),
+            (cuda_driver, "inventory", driver), (cupy_runtime, "current", cupy or (lambda: runtime)),
+            (nccl_library, "problem", lambda: nccl),
             (nccl_library, "version", lambda: (2, 25)), (library, "cuda_aware", lambda: aware),
             (probe, "launcher", lambda: launcher),
             (probe, "in_two_ranks", lambda _, program: trials.append(program) or trial),
@@ -66,17 +64,17 @@ def test_all_is_there(found):
     assert {finding.verdict for finding in findings.values()} == {"ok"}
 
 
-NO_GPUS = DRIVER._replace(gpus=())
+NO_GPUS = DRIVER[0], []
 
 
 @pytest.mark.parametrize(
     ("changes", "subject", "what", "remedy", "trials"),
     [
         ({"driver": raiser(BackendError("does not start"))}, "NVIDIA driver", "does not start", "reboot", 0),
-        ({"driver": lambda: None}, "NVIDIA driver", "no libcuda.so.1", "install NVIDIA's driver", 0),
+        ({"driver": raiser(BackendError("none"))}, "NVIDIA driver", "none", "install NVIDIA's driver", 0),
         ({"driver": lambda: NO_GPUS}, "GPU", "the driver shows none", "CUDA_VISIBLE_DEVICES", 0),
         ({"driver": lambda: NO_GPUS}, "CUDA-aware MPI", "it is; not tried: no usable GPU", "", 0),
-        ({"cupy": lambda: "no CuPy: install it"}, "CuPy", "no CuPy: install it", "", 0),
+        ({"cupy": raiser(BackendError("no CuPy: install it"))}, "CuPy", "no CuPy: install it", "", 0),
         ({"cupy": raiser(AttributeError("libfoo: none\nof"))}, "CuPy", "libfoo: none", "", 0),
         ({"nccl": "no NCCL: install it"}, "NCCL", "no NCCL: install it", "", 2),
         ({"nvrtc": "no NVRTC"}, "CUDA kernels", "no NVRTC", "", 2),

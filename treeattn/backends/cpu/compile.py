@@ -46,7 +46,7 @@ _FLAGS = (
 )
 # What the functions that Python calls return, where that is not an int.
 _RESULTS = {
-    "partial_attention attention_workspace decode_step run_step": ctypes.c_int64,
+    "partial_attention attention_workspace decode_step run_step launch_step": ctypes.c_int64,
     "merge_partials finish merge_bins finish_bins multiply_rows rescale_records": None,
     "mpi_operator": ctypes.c_void_p,
 }

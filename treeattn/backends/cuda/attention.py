@@ -35,7 +35,10 @@ from treeattn.backends.cuda.variants import TYPES, Tokens, Variant, choose_varia
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 
-_LARGEST = float(np.finfo(np.float32).max)
+_LARGEST, _ALL = float(np.finfo(np.float32).max), np.iinfo(np.int32).max
+
+#: FEW of kernels/cuda/attention.cuh: lengths of so many sequences may come as numbers.
+FEW = 16
 
 # AttentionArguments of kernels/cuda/attention.cuh, and the structures in it.
 _STRIDED = structure("data", "batch_stride row_stride head_stride", "")
@@ -56,7 +59,8 @@ _ATTENTION = np.dtype(
         *((name, _STRIDED) for name in "qkv"),
         *(("mask", _MASK), ("pages", _PAGES), ("scratch", _SCRATCH)),
         *((name, _REST[name]) for name in _REST.names or ()),
-        *((name, np.uint64) for name in ("out", "lse")),
+        ("results", np.uint64, 2),  # out and lse
+        ("few_lengths", np.int32, FEW),
     ],
     align=True,
 )
@@ -73,9 +77,10 @@ class PlannedAttention:
     A call takes q [batch, queries, heads, head_dim] and k, v [batch, tokens, kv_heads, head_dim], of any
     strides that keep rows aligned to 16 bytes, the last axis contiguous: float32, float16, bfloat16 or uint16
     (its bits), k and v also of 8 bits; for latent attention v is k[..., :512] of keys of 576. lengths:
-    [batch] int64 on the device, read at launch and clamped to 0..tokens; None: all. block_table: [batch,
-    pages] int32 on the device, below 0 where there is none, not looked at; k and v are then [all pages,
-    page_size, ..]. Raises `ArgumentError`, and `BackendError` for a head_dim without a kernel.
+    [batch] int64 on the device, read at launch and clamped to 0..tokens, or a tuple of at most `FEW` numbers
+    in that range; None: all. block_table: [batch, pages] int32 on the device, below 0 where there is none,
+    not looked at; k and v are then [all pages, page_size, ..]. Raises `ArgumentError`, and `BackendError` for
+    a head_dim without a kernel.
 
     Calling it with the arrays of the last call (the same objects) is one launch, and for heads of more than
     256 channels in several splits one more, which merges these: nothing is derived, allocated or waited for.
@@ -120,7 +125,7 @@ class PlannedAttention:
             self._arguments["softcap"] = softcap
             self._arguments["by_softcap"] = min(1 / softcap, _LARGEST) if softcap else 0
         self._places = [self._arguments[name]["data"] for name in "qkv"]
-        self._tokens = self._arguments["tokens"]
+        self._tokens, self._few = self._arguments["tokens"], self._arguments["few_lengths"][0]
         self._scratch = runtime.zeros(0, np.float32)
         self._counters = runtime.zeros(0, np.uint32)
         self._workspaces: list[Any] = []
@@ -133,30 +138,20 @@ class PlannedAttention:
         self.load: Load
         self.splits: Splits
         self._steps: int
-        self._launch: Callable[[], object]
+        #: What a call launches, one after the other; others as soon as they change.
+        self.launches: tuple[Callable[[], object], ...]
+        #: Where the launches find the addresses of out and lse, 0 where they do not finish: every call says.
+        self.results = self._arguments["results"][0]
 
-    def __call__(
-        self, q: Array, k: Array, v: Array, lengths: Any = None, block_table: Array | None = None
-    ) -> None:
-        if not self.takes(q, k, v, lengths, block_table):
-            self.bind(q, k, v, lengths, block_table)
-        self._launch()
-
-    def finishing(self, finish: Any) -> Callable[..., None]:
-        """A call that does what `finish`, a `planned_finish` of these records, does, too: to the bit, in the
-        same launches."""
-        places = [(self._arguments[name], finish.arguments[name][0]) for name in ("out", "lse")]
-        return functools.partial(self._finishing, places, finish.arrays)
-
-    def _finishing(self, both: list[tuple[Array, int]], owned: object, *given: Any) -> None:
-        """owned: the results, which live as long as this is planned."""
-        for place, address in both:
-            place[0] = address
-        try:
-            self(*given)
-        finally:
-            for place, _ in both:
-                place[0] = 0
+    def __call__(self, *given: Any, finish: Any = None) -> None:
+        """given: q, k, v, and perhaps lengths and block table. finish: a `planned_finish` of these records,
+        done too: to the bit, in the same launches."""
+        if not self.takes(*given):
+            self.bind(*given)
+        # The arrays of `finish`: records, out and lse.
+        self.results[:] = [self._runtime.address(one) for one in finish.arrays[1:]] if finish else 0
+        for launch in self.launches:
+            launch()
 
     def takes(
         self, q: Array, k: Array, v: Array, lengths: Any = None, block_table: Array | None = None
@@ -263,8 +258,11 @@ class PlannedAttention:
         a["by_size"], a["by_size_shift"] = divisor(page_size)
 
     def _bind_lengths(self, lengths: Any, q: Array) -> None:
-        self._arguments["lengths"] = 0
+        self._arguments["lengths"], self._few[:] = 0, _ALL
         if lengths is None or self._mask is not None:
+            return
+        if type(lengths) is tuple:
+            self._few[: len(lengths)] = lengths
             return
         self._runtime.check("lengths", lengths)
         if lengths.shape != q.shape[:1] or lengths.dtype != np.int64 or not lengths.flags.c_contiguous:
@@ -347,10 +345,9 @@ class PlannedAttention:
         )
         if self._merge is not None and splits.number > 1:
             grid = (load.merging // load.tiles, *grid[1:])
-            merge = functools.partial(self._merge, grid, (THREADS,), (as_bytes(a),))
-            self._launch = lambda: (launch(), merge())
+            self.launches = launch, functools.partial(self._merge, grid, (THREADS,), (as_bytes(a),))
         else:
-            self._launch = launch
+            self.launches = (launch,)
         self.splits = splits
 
     def _reserve(self, splits: Splits) -> None:

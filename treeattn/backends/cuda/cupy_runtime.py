@@ -95,27 +95,21 @@ class CupyRuntime:
         self._cupy = self.namespace = cupy
         self._cuda, self._calls = cupy.cuda, cupy.cuda.runtime
         self.index = index
-        self._kernels: dict[tuple[str, str, int], Any] = {}
+        #: A kernel, compiled by NVRTC at its first use (CuPy keeps it on disk).
+        self.kernel = functools.cache(self._load)
         # Copies under way and the memory that they read.
         self._uploads: collections.deque[tuple[Any, Any]] = collections.deque()
         device = cupy.cuda.Device(index)
         self.name = cupy.cuda.runtime.getDeviceProperties(index)["name"].decode()
         self.multiprocessors = int(device.attributes["MultiProcessorCount"])
         self.shared_bytes = int(device.attributes["MaxSharedMemoryPerBlockOptin"])
+        self.driver = cuda_driver.library()
         #: The UUID, by which NCCL tells GPUs and MIG partitions apart too.
         self.identity = cuda_driver.identity(index)
         # Compute capability, "90" for 9.0; it is not among the attributes.
         self.tensor_cores = int(device.compute_capability) >= 80
 
-    def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
-        """A kernel, compiled by NVRTC at its first use (CuPy keeps it on disk)."""
-        key = (module, expression, shared_bytes)
-        if key not in self._kernels:
-            self._kernels[key] = self._load(module, expression, shared_bytes)
-        kernel: Callable[..., object] = self._kernels[key]
-        return kernel
-
-    def _load(self, module: str, expression: str, shared_bytes: int) -> Any:
+    def _load(self, module: str, expression: str, shared_bytes: int = 0) -> Any:
         cupy = self._cupy
         try:
             with _shown_warnings(), cupy.cuda.Device(self.index):
@@ -145,10 +139,11 @@ class CupyRuntime:
 
     def resident_blocks(self, kernel: Any, threads: int, shared_bytes: int) -> int:
         """How many blocks one multiprocessor holds at once, as the driver says."""
-        blocks = self._cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor(
-            kernel.kernel.ptr, threads, shared_bytes
-        )
-        return max(1, int(blocks))
+        occupancy = self._cuda.driver.occupancyMaxActiveBlocksPerMultiprocessor
+        return max(1, int(occupancy(self.handle(kernel), threads, shared_bytes)))
+
+    def handle(self, launch: Any) -> int:
+        return int(launch.kernel.ptr if hasattr(launch, "kernel") else launch.__self__.graphExec)
 
     def zeros(self, size: int, dtype: Any) -> Any:
         """A new device array [size] of zeros."""
@@ -237,10 +232,7 @@ class CupyRuntime:
         self._uploads.append((event, staged))
 
     def on_stream(self, stream: int) -> contextlib.AbstractContextManager[object]:
-        if stream == self.stream:
-            return contextlib.nullcontext()
-        made: contextlib.AbstractContextManager[object] = self._cuda.ExternalStream(stream)
-        return made
+        return contextlib.nullcontext() if stream == self.stream else self._cuda.ExternalStream(stream)
 
     def address(self, array: Any) -> int:
         """Where the array begins, for the device."""

@@ -8,6 +8,7 @@ import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,10 @@ from treeattn.attention import arrays, pages
 from treeattn.attention.arguments import BlockTable
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import CACHE_DTYPES, DTYPES, Shape, bits_of, check_axes, dtype_name
+from treeattn.backends.cpu import compile
 from treeattn.backends.cuda.arguments import check_rows
-from treeattn.backends.cuda.attention import PlannedAttention, most_queries
+from treeattn.backends.cuda.attention import FEW, PlannedAttention, most_queries
 from treeattn.backends.cuda.block_table import BlockTables
-from treeattn.backends.cuda.multiply_rows import PlannedProduct
 from treeattn.backends.cuda.records import MergeOperator, planned_finish, planned_pack, planned_scale
 from treeattn.backends.cuda.runtime import Runtime, default_runtime
 from treeattn.backends.cuda.step import PlannedStep
@@ -32,7 +33,6 @@ from treeattn.backends.cuda.variants import (
     no_latent_kernel,
 )
 from treeattn.backends.device import Attention, Device, WholeStep
-from treeattn.collectives.runtime.memory import Memory, Stream
 from treeattn.collectives.runtime.reducer import Reducer
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.partial import Array
@@ -47,6 +47,8 @@ class Cuda(Device):
 
     name = "cuda"
     lse_dtypes = ("float32",)
+    memory = stream = property(attrgetter("runtime"))
+    namespace = property(attrgetter("runtime.namespace"))
 
     def __init__(self, runtime: Runtime | None = None, *, of_torch: bool = False) -> None:
         """`runtime` None: CuPy's current device. of_torch: caches take memory of torch's pool. Raises
@@ -62,10 +64,6 @@ class Cuda(Device):
         self._lengths: Any = None
         self._block_tables = BlockTables(self.runtime)
 
-    @property
-    def memory(self) -> Memory:
-        return self.runtime
-
     def large(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Of torch's pool where torch is the caller: a model that fills the GPU leaves no room to another."""
         if not self._of_torch:
@@ -78,14 +76,6 @@ class Cuda(Device):
             raise BackendError(f"out of GPU memory: {said}; use a smaller cache, or more ranks") from error
         array: Array = self.runtime.borrow(room)[:size].view(dtype).reshape(shape)
         return array
-
-    @property
-    def stream(self) -> Stream:
-        return self.runtime
-
-    @property
-    def namespace(self) -> Any:
-        return self.runtime.namespace
 
     def check_shape(self, shape: Shape) -> None:
         """float64 has no kernels here, nor has every head_dim, nor a latent cache of every type."""
@@ -100,8 +90,7 @@ class Cuda(Device):
         q_type, kv_type = (
             TYPES.get(kind or "", (kind or "", 0))[0] for kind in (shape.dtype, shape.kv_dtype)
         )
-        latent = shape.v_dim != shape.head_dim
-        return self._tensor_cores and for_tensor_cores(q_type, kv_type, rows, latent)
+        return self._tensor_cores and for_tensor_cores(q_type, kv_type, rows, shape.v_dim != shape.head_dim)
 
     def view(self, name: str, array: object) -> Any:
         return arrays.on_gpu(name, array, self.runtime)
@@ -139,11 +128,11 @@ class Cuda(Device):
             return (self.lengths(shape, lengths, k.shape[1]),)
         if tables is None and lengths is None:
             pages.check_lengths(None, k.shape[1], 0)
-
-        def host_lengths(tokens: int) -> Any:
-            return shape.check_lengths(self.host_lengths(lengths), tokens)  # type: ignore[arg-type]
-
-        table = self._block_tables.admit(block_table, shape.batch, k.shape[:2], host_lengths, tables)
+        table = self._block_tables.admit(
+            *(block_table, shape.batch, k.shape[:2]),
+            lambda tokens: shape.check_lengths(self.host_lengths(lengths), tokens),  # type: ignore[arg-type]
+            tables,
+        )
         if tables is None:
             lengths = self.lengths(shape, lengths, k.shape[1] * table.shape[1])
         return lengths, table
@@ -153,8 +142,8 @@ class Cuda(Device):
         return self._block_tables.take(block_table, shape.batch)
 
     def lengths(self, shape: Shape, lengths: Any, tokens: int) -> Any:
-        """Lengths of the host are copied into one buffer of the device, without allocating after the first
-        time; those of the device are used as they are, unread: kernels clamp them."""
+        """Lengths of the host become numbers, or are copied into one buffer of the device, without allocating
+        after the first time; those of the device are used as they are, unread: kernels clamp them."""
         if lengths is None:
             return None
         if not self.runtime.holds(lengths) and hasattr(lengths, "__cuda_array_interface__"):
@@ -169,6 +158,8 @@ class Cuda(Device):
                 "a captured step reads lengths from the GPU: pass them as an int64 device array"
             )
         host = shape.check_lengths(lengths, tokens)
+        if shape.batch <= FEW:
+            return tuple(host.tolist())
         if self._lengths is None:
             self._lengths = self.runtime.zeros(shape.batch, np.int64)
         self.runtime.upload(self._lengths, host)
@@ -212,12 +203,22 @@ class Cuda(Device):
         return self.from_host(np.asarray(array, np.float32))
 
     def product(self, matrices: Sequence[Any]) -> Callable[[Array], Array]:
-        return PlannedProduct(matrices, self.namespace)
+        """By cuBLAS, in full float32 unless ``CUPY_TF32=1`` stands in the environment. Other counts of
+        vectors may have other bits: cuBLAS chooses by the shape."""
+        transposed = [matrix.T for matrix in matrices]
+
+        def product(vectors: Array) -> Array:
+            made = [vectors @ matrix for matrix in transposed]
+            rows: Array = made[0] if len(made) == 1 else self.namespace.concatenate(made, axis=1)
+            return rows
+
+        return product
 
     def attention(
         self, shape: Shape, records: Array, scale: float, tables: MaskTables | None = None
     ) -> Attention:
         """One launch; with `tables` after a copy of what changed of its tables."""
+        compile.loaded()  # for `whole_step`: what the environment has against it, all ranks learn here
         return PlannedAttention(
             *(records,),
             scale=scale,
@@ -236,9 +237,15 @@ class Cuda(Device):
         self, shape: Shape, attention: Any, reducer: Reducer, finish: Any, *results: Array
     ) -> WholeStep | None:
         """Where the reducer does nothing but queue."""
-        if not reducer.idle and not reducer.queued(finish):
+        behind = () if reducer.idle else reducer.queued(finish)
+        if behind is None:
             return None
-        return PlannedStep(attention, reducer, finish, functools.partial(self.lengths, shape), self._forget)
+        return PlannedStep(
+            *(attention, reducer, finish, behind),
+            lengths=functools.partial(self.lengths, shape),
+            forget=self._forget,
+            runtime=self.runtime,
+        )
 
     def _forget(self) -> None:
         """What `attention` binds is held there, and no longer than it is bound."""

@@ -55,19 +55,15 @@ class MergeOperator:
 
     def planned_merge(self, into: Array, other: Array) -> Callable[[], object]:
         """One launch that folds `other` into `into`: C-contiguous [records, width], which never move."""
-        return self._planned_merge(into, other, into.shape, 1)
+        return self.planned_merge_many(into, other[None])
 
     def planned_merge_many(self, into: Array, others: Array) -> Callable[[], object]:
         """Fold others[0], others[1], .. into `into`, in this order, in one launch.
 
         into: C-contiguous [records, width]; others: [count, records, width]. Neither may ever move.
         """
-        return self._planned_merge(into, others, (len(others), *into.shape), len(others))
-
-    def _planned_merge(
-        self, into: Array, others: Array, shape: tuple[int, ...], count: int
-    ) -> Callable[[], object]:
-        if others.shape != shape or into.shape[-1] != self.width:
+        count, *shape = others.shape
+        if into.shape != (*shape,) or into.shape[-1] != self.width:
             raise ArgumentError(f"records {into.shape} and {others.shape} of width {self.width} cannot merge")
         for name, array in (("into", into), ("other", others)):
             check_float32(self._runtime, name, array, array.shape)

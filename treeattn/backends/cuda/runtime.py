@@ -50,10 +50,15 @@ class Runtime(PeerMemory, Protocol):
     identity: str
     #: Functions on its arrays, by NumPy's names: CuPy.
     namespace: Any
+    #: The library of the driver, through which compiled code launches; None where that cannot be.
+    driver: Any
 
     def kernel(self, module: str, expression: str, shared_bytes: int = 0) -> Callable[..., object]:
         """The kernel `expression` of kernels/cuda/<module>.cu, compiled at its first use, allowed
         `shared_bytes` of dynamic shared memory: called with (grid, block, arguments, shared_mem=)."""
+
+    def handle(self, launch: Any) -> int:
+        """What the driver knows a kernel by, or the graph that `capture` made, for as long as that lives."""
 
     def resident_blocks(self, kernel: Any, threads: int, shared_bytes: int) -> int:
         """How many blocks of a kernel one multiprocessor holds at once, at least 1."""
@@ -100,9 +105,8 @@ def planned_launch(
     kernel: Callable[..., object], blocks: int, arguments: Any, arrays: tuple[Any, ...]
 ) -> Callable[[], object]:
     """A launch with its argument structure, and the arrays that it points into tied to its life."""
-    launch: Any = functools.partial(kernel, (blocks,), (THREADS,), (as_bytes(arguments),))
-    if blocks == 0:
-        launch = functools.partial(tuple)
+    given: Any = (kernel, (blocks,), (THREADS,), (as_bytes(arguments),)) if blocks else (tuple,)
+    launch: Any = functools.partial(*given)
     launch.arguments, launch.arrays = arguments, arrays
     planned: Callable[[], object] = launch
     return planned
@@ -137,10 +141,8 @@ def check_float32(
 
 def check_records(records: Array, runtime: Runtime) -> None:
     """Raise `ArgumentError` unless they are [batch, heads, queries, head_dim + 2] of this device, float32."""
-    runtime.check("records", records)
     if records.ndim != 4 or records.shape[3] <= partial.EXTRA:
         raise ArgumentError(
             f"records have shape {records.shape}: [batch, heads, queries, head_dim + 2] is needed"
         )
-    if records.dtype != np.float32 or not records.flags.c_contiguous:
-        raise ArgumentError(f"records on the GPU must be C-contiguous float32, not {records.dtype}")
+    check_float32(runtime, "records", records, records.shape)
