@@ -96,11 +96,8 @@ class Communicator(Protocol):
     def dup(self: C) -> C:
         """A communicator of the same ranks whose messages meet no others. Collective."""
 
-    def lent(self: C) -> C:
-        """The same communicator, for plans of one owner that take turns and so need none of their own."""
-
     def free(self) -> None:
-        """Give it back to its library. Collective."""
+        """Give what `dup` made back to its library. Collective."""
 
 
 def node_groups(members: Sequence[Member]) -> tuple[tuple[int, ...], ...]:

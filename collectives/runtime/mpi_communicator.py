@@ -87,23 +87,21 @@ class MpiCommunicator(MPI.Intracomm):
         self.Bcast(array.view("u1"), root=root)
 
     def dup(self) -> MpiCommunicator:
-        """A communicator of the same ranks whose messages meet no others. Raises `BackendError` where the
-        MPI library has none left: each that is not freed keeps one."""
+        """A communicator of the same ranks whose messages meet no others; of a rank alone, which sends none,
+        the same. Raises `BackendError` where the MPI library has none left: each that is not freed keeps
+        one."""
+        if self.size == 1:
+            return self
         try:
             made: Any = self.Dup()
         except MPI.Exception as error:
             raise _no_communicator(error) from error
+        made.Set_errhandler(MPI.ERRORS_RETURN)
         return made  # type: ignore[no-any-return]
 
     def free(self) -> None:
-        self.Free()
-
-    def lent(self) -> MpiCommunicator:
-        """This communicator, for plans of one owner that take turns: `dup` of it is itself, `free` does
-        nothing."""
-        made = _Lent(self)
-        made.members, made.owner = self.members, self.owner
-        return made
+        if self.size > 1:  # else it may be the caller's
+            self.Free()
 
     def exchange(self, receive: tuple[Array, int], send: tuple[Array, int]) -> Callable[[], None]:
         start = self._wait.run("exchange", lambda: [self.Irecv(*receive), self.Isend(*send)])
@@ -149,17 +147,6 @@ class MpiCommunicator(MPI.Intracomm):
         part = MpiCommunicator(comm)
         part.members = tuple(self.members[rank] for rank in ranks) if self.members else ()
         return part
-
-
-class _Lent(MpiCommunicator):
-    """As `MpiCommunicator.lent`. Messages of one plan do not meet another's: all ranks take them in turn, and
-    MPI keeps the order of those with one tag."""
-
-    def dup(self) -> MpiCommunicator:
-        return self
-
-    def Free(self) -> None:
-        """Do nothing: its owner frees it."""
 
 
 def _watched(name: str) -> Callable[..., Any]:
@@ -212,7 +199,6 @@ class MpiMessages(Messages):
         """Collective. Raises `BackendError` as `duplicate` does."""
         super().__init__(name)
         self._comm = duplicate(comm)
-        self._comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._rounds: defaultdict[int, list[MPI.Prequest]] = defaultdict(list)
 
     def receive(self, array: Array, peer: int, number: int) -> MPI.Prequest:

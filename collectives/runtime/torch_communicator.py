@@ -156,9 +156,6 @@ class TorchCommunicator:
     def free(self) -> None:
         """Nothing is to be given back: the group is the caller's."""
 
-    def lent(self) -> TorchCommunicator:
-        return self
-
     def operation(self, call: Callable[..., Any], array: Array, peer: int, number: int) -> Any:
         """A ``P2POp`` of `isend` or `irecv` on an array, of the host or of a GPU; number: of the message
         between the two ranks. They may not pass one another on a group that overtakes: each has its tag."""

@@ -61,10 +61,15 @@ def written(comm, tmp_path):
 
 @pytest.fixture
 def duplicates(monkeypatch):
-    """Every duplicate of a communicator that is made meanwhile. MPI has few (MPICH 2048), and one that
-    nobody frees is gone for good."""
+    """Every duplicate of a communicator of several ranks that is made meanwhile. MPI has few (MPICH 2048),
+    and one that nobody frees is gone for good."""
     made, dup = [], MpiCommunicator.dup
-    monkeypatch.setattr(MpiCommunicator, "dup", lambda self: made.append(dup(self)) or made[-1])
+
+    def duplicate(self):
+        made.append(dup(self))
+        return made[-1] if self.size > 1 else made.pop()
+
+    monkeypatch.setattr(MpiCommunicator, "dup", duplicate)
     return made
 
 

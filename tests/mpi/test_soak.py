@@ -97,7 +97,7 @@ def test_steps_of_a_cache_and_a_verifier(comm):
         assert_flat(comm, "cache and verifier", step, STEPS // 10, objects=STEPS // 10)
 
 
-@pytest.mark.parametrize("name", ["fewer queries", "a merger", "a prefill"])
+@pytest.mark.parametrize("name", ["a merger", "a prefill"])
 def test_steps_of_other_verbs(comm, name):
     make, calls_of = OBJECTS[name]
     with make(comm) as made:

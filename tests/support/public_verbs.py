@@ -64,10 +64,6 @@ OBJECTS = {
             lambda: made.begin(Q[:, :1], K, K), made.finish, made.fold, made.close,
         ],
     ),
-    "fewer queries": (
-        lambda comm: treeattn.Decoder(comm, **SHAPE, queries=3),
-        lambda made: [lambda: made(Q[:, :1], K, K), made.close],
-    ),
     "a merger": (
         lambda comm: treeattn.Merger(comm, lse_shape=(1, 3, 2), head_dim=8),
         lambda made: [lambda: made(K, K[..., 0]), made.close],

@@ -142,7 +142,7 @@ class Node:
         for held in self.caches:
             held.close()
         self.tree.close()
-        self._nodes.free()
+        self._nodes.Free()
         self.serves = False
 
 

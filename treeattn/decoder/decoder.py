@@ -5,14 +5,14 @@ from __future__ import annotations
 from treeattn.attention.arguments import CacheFormat, Rules, read_positions
 from treeattn.attention.shape import Shape, check_latent
 from treeattn.backends.device import find
-from treeattn.collectives.runtime.communicator import Communicator, Given
+from treeattn.collectives.runtime.communicator import Given
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.mask_plan import DeclaredPositions
 from treeattn.decoder.plan import LocalPlan
 from treeattn.decoder.planned import PlannedDecode
 from treeattn.decoder.reducers import selected
 from treeattn.decoder.request import Reduction, Request, telling_arguments
-from treeattn.errors import ArgumentError, TreeattnError
+from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
 from treeattn.mpi.communicators import Agreement
 
@@ -28,9 +28,7 @@ class Decoder(PlannedDecode):
     comm, scheme, scale, rules, reproducible
         As for `decode`.
     heads, kv_heads, head_dim, batch, queries : int
-        The shape of q, and the KV heads, of which heads is a multiple. A step may have fewer queries: their
-        number is planned when it first comes, over the same communicator, with the bits of a decoder of so
-        many.
+        The shape of q, and the KV heads, of which heads is a multiple.
     dtype : str
         Of q: "bfloat16", "float16", "float32", or on the CPU "float64".
     device : {"cpu", "cuda"}
@@ -96,31 +94,9 @@ class Decoder(PlannedDecode):
                 check_latent(held.v_dim, head_dim, scale)
             stored = held.dtype, held.k_scale, held.v_scale, held.v_dim or 0, held.page_size
             shape = Shape(batch, queries, heads, kv_heads, head_dim, dtype, *stored)
-            agreed.must_match = {"queries": shape.queries}
-        # What is planned for fewer queries shares this one.
-        self._duplicate: Communicator | None = None if queries == 1 else comm.dup()
-        lent = comm if self._duplicate is None else self._duplicate.lent()
-        try:
-            with Agreement(lent, "Decoder") as agreed:
-                where, how = find(device, reproducible, lent.size), Reduction.of(scheme)
-                asked = shape, how, selected(how, lent, where.name), scale, where, None
-                declared = DeclaredPositions(read_positions(held.positions))
-                request = Request(*asked, Rules.of(rules, heads), reproducible, declared)
-                local = LocalPlan(agreed, request)
-            super().__init__(local.complete(), latent=latent)
-        except TreeattnError:
-            self._free_communicator()
-            raise
-        if lent.owner is not comm.owner:
-            lent.owner.let_go()  # another thread may use the decoder
-
-    def close(self) -> None:
-        """Release communicator and requests. Collective."""
-        super().close()
-        self._free_communicator()
-
-    def _free_communicator(self) -> None:
-        """Collective."""
-        if self._duplicate is not None:
-            self._duplicate.free()
-            self._duplicate = None
+            where, how = find(device, reproducible, comm.size), Reduction.of(scheme)
+            asked = shape, how, selected(how, comm, where.name), scale, where, None
+            declared = DeclaredPositions(read_positions(held.positions))
+            request = Request(*asked, Rules.of(rules, heads), reproducible, declared)
+            local = LocalPlan(agreed, request)
+        super().__init__(local.complete(), latent=latent)

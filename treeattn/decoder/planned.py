@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from operator import attrgetter
 from threading import get_ident
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
@@ -18,10 +17,9 @@ from treeattn.collectives.runtime.memory import StreamOrder
 from treeattn.collectives.runtime.reducer import Owner, Sent
 from treeattn.decoder import captured_step
 from treeattn.decoder.captured_step import CapturedStep
-from treeattn.decoder.plan import LocalPlan, Plan
+from treeattn.decoder.plan import Plan
 from treeattn.decoder.request import refuse
 from treeattn.errors import ArgumentError, StateError
-from treeattn.mpi.communicators import Agreement
 from treeattn.partial import Array
 
 if TYPE_CHECKING:
@@ -67,10 +65,7 @@ class PlannedDecode:
         # What a step with a mask follows, from the first one on; and a step of arrays alone, tried first.
         self._masked = plan if plan.tables is not None else None
         self._whole = plan.fused_step if plan.tables is None else None
-        # How far a step in parts is; whose it is where it has fewer queries than planned, else nobody's.
-        self._stage: Literal["local", "begun", "folded"] | None = None
-        self._part: PlannedDecode | None = None
-        self._fewer = dict[int, PlannedDecode]()
+        self._stage: Literal["local", "begun", "folded"] | None = None  # how far a step in parts is
         self._values: tuple[Any, Any] = (None, None)
         self._captured: list[CapturedStep] = []
 
@@ -128,8 +123,6 @@ class PlannedDecode:
         self._in_order()
         if self._whole is not None and mask is None and begins is None and self._whole(q, k, v, lengths):
             return self._results
-        if fewer := self._decoder_for_queries(q):
-            return fewer(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
         step = self._prepare(q, k, v, lengths, q_positions=q_positions, begins=begins, mask=mask)
         plan, taken, table = step
         if table is None and plan.fused_step is not None and plan.fused_step(*taken):
@@ -140,24 +133,7 @@ class PlannedDecode:
         """Check before a step that the last one has ended."""
         if self._stage == "begun":
             raise StateError(f"{self.scheme}: begin() began a step, which finish() must end before another")
-        self._stage = self._part = None
-
-    def _decoder_for_queries(self, q: Any) -> PlannedDecode | None:
-        """The steps of fewer queries than planned, planned when their number first comes; None for all
-        others. Collective then. Raises `StateError` where this decoder is closed."""
-        if self._reducer._closed:
-            self._reducer._check()  # it says so
-        shape: tuple[int, ...] = getattr(q, "shape", ())
-        if len(shape) != 4 or not 0 < shape[1] < self.shape.queries:
-            return None
-        queries = int(shape[1])
-        if queries not in self._fewer:
-            with Agreement(self.plan.comm) as agreed:
-                request = replace(self.plan.request, shape=replace(self.shape, queries=queries))
-                local = LocalPlan(agreed, request)
-            self._fewer[queries] = PlannedDecode(local.complete(), latent=self._latent)
-            self._fewer[queries].owner = self.owner
-        return self._fewer[queries]
+        self._stage = None
 
     def _prepare(
         self,
@@ -184,7 +160,10 @@ class PlannedDecode:
     def _unpack(
         self, k: AnyArray | Shard, v: AnyArray | None, lengths: ArrayLike | None
     ) -> tuple[AnyArray, AnyArray, ArrayLike | None, BlockTable | None, dict[str, Any]]:
-        """k, v, lengths, block table, and what else a `Shard` says of positions, by name."""
+        """k, v, lengths, block table, and what else a `Shard` says of positions, by name. Raises `StateError`
+        where this decoder is closed."""
+        if self._reducer._closed:
+            self._reducer._check()  # it says so
         table, positions = None, dict[str, Any]()
         if isinstance(k, Shard):
             shard = Shard.of(k, v, lengths)
@@ -254,10 +233,8 @@ class PlannedDecode:
         """This rank's partials, from its own tokens, into the records buffer. Arguments as for a call."""
         self.owner.take()
         self._begin_anew()
-        self._part = self._decoder_for_queries(q)
-        steps = self._part or self
-        steps._in_order()
-        steps._attend(steps._prepare(q, k, v, lengths, **seen))
+        self._in_order()
+        self._attend(self._prepare(q, k, v, lengths, **seen))
         self._stage = "local"
 
     def reduce(self) -> None:
@@ -269,18 +246,14 @@ class PlannedDecode:
         if self._stage != "local":
             self._reducer._check()  # closed and failed ones say so
             raise StateError(f"{self.scheme}: reduce() without partials: local() comes before each reduce()")
-        self._fold()
+        self.fold()
 
     def fold(self) -> None:
         """`reduce` of whatever `records` hold, for callers that wrote them. Collective."""
-        self._part = None
-        self._fold()
-
-    def _fold(self) -> None:
         self.owner.take()
         self._stage = None
         self._in_order()
-        (self._part or self)._reduce()
+        self._reduce()
         self._stage = "folded"
 
     def begin(
@@ -298,9 +271,8 @@ class PlannedDecode:
         has come so far. Raises `StateError` where the last step that began is not finished.
         """
         self.local(q, k, v, lengths, **seen)
-        plan = (self._part or self).plan
-        plan.buffers.to_wire()
-        plan.reducer.start()
+        self.plan.buffers.to_wire()
+        self.plan.reducer.start()
         self._stage = "begun"
 
     def test(self) -> bool:
@@ -310,7 +282,7 @@ class PlannedDecode:
         step has begun.
         """
         self.owner.take()
-        return (self._part or self).plan.reducer.test()
+        return self.plan.reducer.test()
 
     def finish(self) -> tuple[Array, Array]:
         """(out, lse) from the folded records, in the container of the q that `local` was given; after `begin`
@@ -320,16 +292,15 @@ class PlannedDecode:
         """
         self.owner.take()
         self._in_order()
-        steps = self._part or self
         if self._stage == "begun":
             self._stage = None
-            steps.plan.reducer.wait()
-            steps.plan.buffers.from_wire()
+            self.plan.reducer.wait()
+            self.plan.buffers.from_wire()
             self._stage = "folded"
         if self._stage != "folded":
             raise StateError(f"{self.scheme}: finish() without folded partials: reduce() comes before it")
-        steps.plan.finish()
-        return steps._containers.give()
+        self.plan.finish()
+        return self._containers.give()
 
     @property
     def groups(self) -> int:
@@ -367,8 +338,6 @@ class PlannedDecode:
         """
         self.owner.take()
         self._begin_anew()
-        if fewer := self._decoder_for_queries(q):
-            return fewer.capture(q, k, v, lengths, **seen)
         k, v, lengths, _, positions = self._unpack(k, v, lengths)
         step = captured_step.capture(
             self.plan,
@@ -394,8 +363,6 @@ class PlannedDecode:
     def close(self) -> None:
         """Release communicator and requests. Collective."""
         self.owner.check()
-        while self._fewer:
-            self._fewer.popitem()[1].close()
         self._drop_captured()
         self._reducer.close()
 
@@ -405,15 +372,9 @@ class PlannedDecode:
     def __exit__(self, *exception: object) -> None:
         if exception and exception[0] is None:
             self.close()
-        else:
-            self._leave(*exception)
-
-    def _leave(self, *exception: object) -> None:
-        """The end of this rank alone, after an error."""
-        for fewer in self._fewer.values():
-            fewer._leave(*exception)
-        self._drop_captured()
-        self._reducer.__exit__(*exception)
+        else:  # the end of this rank alone
+            self._drop_captured()
+            self._reducer.__exit__(*exception)
 
     def _drop_captured(self) -> None:
         """Graphs go before the communicator that they use."""

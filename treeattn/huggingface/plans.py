@@ -149,8 +149,8 @@ _making = threading.Lock()  # two threads at once would make one group twice, wh
 
 @functools.lru_cache(maxsize=1)  # groups may be destroyed, and others made
 def _alone(world: Any) -> Any:
-    """A communicator of this rank, of which plans that end with their thread have no duplicates."""
+    """A communicator of this rank."""
     if world is None:
-        return communicators.alone().lent()
+        return communicators.alone()
     group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     return communicators.intracomm(group)
