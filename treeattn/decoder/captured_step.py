@@ -84,7 +84,7 @@ def capture(
     """A whole step of a plan as one graph. Collective.
 
     run: makes a step by a plan and arrays of the device. given: q, k, v and lengths. seen: what queries see,
-    as `MaskPlan.update` takes it. owner: of the plan, which has to live as long as the graph. in_order: what
+    as `Plan.fill_tables` takes it. owner: of the plan, which has to live as long as the graph. in_order: what
     the plan's steps begin with. Raises as `Decoder.capture` says.
     """
     from treeattn.collectives.runtime.cuda_graph import CudaGraph  # loaded where there are GPUs

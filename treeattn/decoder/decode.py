@@ -18,12 +18,13 @@ from numpy.typing import ArrayLike
 from treeattn.attention import arrays
 from treeattn.attention.arguments import Rules, Shard, read_positions
 from treeattn.attention.arrays import AnyArray
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import DTYPES, check_number, query_dtype
 from treeattn.backends import device as devices
 from treeattn.backends.device import Admitted, Device
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder.mask_plan import DeclaredPositions, MaskPlan
+from treeattn.decoder.mask_plan import DeclaredPositions, digests
 from treeattn.decoder.plan import LocalPlan
 from treeattn.decoder.planned import MaskArguments, PlannedDecode
 from treeattn.decoder.reducers import selected
@@ -153,8 +154,9 @@ def _declared(
     if not asked and all(one is None for one in brought.values()):
         return DeclaredPositions(), {}
     lengths = device.host_lengths(shard.lengths)
-    digests, valid = MaskPlan(rules, held.shape).digests(held.tokens, lengths, brought)
-    return DeclaredPositions(read_positions(shard.positions), valid), digests
+    tables = MaskTables(rules, held.shape.batch, held.shape.queries)
+    named, valid = digests(tables, held.tokens, lengths, brought)
+    return DeclaredPositions(read_positions(shard.positions), valid), named
 
 
 def _broadcast_query(

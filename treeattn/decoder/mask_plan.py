@@ -5,17 +5,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from treeattn import bins
-from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs, as_runs, check_owners, interleaved
-from treeattn.attention.shape import Shape
 from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.partial import Array
 from treeattn.shards import Layout
 
 
@@ -35,66 +33,35 @@ class DeclaredPositions(NamedTuple):
         return self.positions if isinstance(self.positions, Layout) else None
 
 
-@dataclass(slots=True)
-class MaskPlan:
-    """What this rank's queries see, step by step.
-
-    runs: the planned positions of its tokens, None where a step has to bring them. q_positions: the default,
-    int64 [batch, queries] or None likewise.
-    """
-
-    rules: Rules
-    shape: Shape
-    runs: Runs | None = None
-    q_positions: Any = None
-
-    def tables(self) -> MaskTables:
-        """For kernels to be planned on."""
-        return MaskTables(self.rules, self.shape.batch, self.shape.queries)
-
-    def agree(self, everyone: Sequence[DeclaredPositions], rank: int) -> None:
-        """Know where the tokens of `rank` stand, and queries by default: the last ones of each sequence.
-        Raises as `agreed_runs`."""
-        runs = agreed_runs(everyone)
-        self.runs = None if runs is None else runs[rank]
-        if runs is None or everyone[0].valid is None:
-            return
-        ends = np.max([_ends(*one) for one in zip(runs, everyone, strict=True)], axis=0)
-        stands = ends[:, None] - self.shape.queries + np.arange(self.shape.queries)
-        self.q_positions = stands if (stands >= 0).all() else None
-
-    def update(
-        self,
-        tables: MaskTables,
-        tokens: int,
-        lengths: Any,
-        q_positions: Any = None,
-        positions: Any = None,
-        **seen: Any,
-    ) -> None:
-        """Fill the tables for a step over arrays of `tokens` tokens; seen: as `MaskTables.update` takes it.
-        Raises `ArgumentError`."""
-        runs = self.runs if positions is None else as_runs(positions)
-        stands = self.q_positions if q_positions is None else q_positions
-        tables.update(runs, tokens, lengths, stands, **seen)
-
-    def digests(
-        self, tokens: int, lengths: Any, seen: dict[str, Any]
-    ) -> tuple[dict[str, str], tuple[int, ...]]:
-        """What a step brings (`update`'s arguments by name), checked before ranks know of each other's
-        positions: digests of what is there, and how many tokens of each sequence are no drafts. Raises
-        `ArgumentError`."""
-        tables, given = self.tables(), {name: one for name, one in seen.items() if one is not None}
-        tables.validate(tokens, lengths, **seen)
-        read = {name: getattr(tables, name, None) for name in given}
-        if "begins" in given:
-            read["begins"] = np.asarray(given["begins"]).astype(np.int64)
-        return {name: _named(array) for name, array in read.items()}, tuple(tables.draft_begins.tolist())
+def digests(
+    tables: MaskTables, tokens: int, lengths: Any, seen: dict[str, Any]
+) -> tuple[dict[str, str], tuple[int, ...]]:
+    """What a step brings (arguments of `MaskTables.update` by name), checked before ranks know of each
+    other's positions: digests of what is there, and how many tokens of each sequence are no drafts. Raises
+    `ArgumentError`."""
+    tables.validate(tokens, lengths, **seen)
+    read = {name: getattr(tables, name, None) for name, one in seen.items() if one is not None}
+    if "begins" in read:
+        read["begins"] = np.asarray(seen["begins"]).astype(np.int64)
+    return {name: _named(array) for name, array in read.items()}, tuple(tables.draft_begins.tolist())
 
 
 def _named(positions: Any) -> str:
     """A few of them, and a digest of all."""
     return f"{positions.tolist()!r:.60} ({hashlib.sha256(positions.tobytes()).hexdigest()[:8]})"
+
+
+def planned_positions(
+    everyone: Sequence[DeclaredPositions], rank: int, queries: int
+) -> tuple[Runs | None, Array | None]:
+    """Where the tokens of `rank` stand, and queries by default, int64 [batch, queries]: the last ones of each
+    sequence; None where a step has to bring them. Raises as `agreed_runs`."""
+    runs = agreed_runs(everyone)
+    if runs is None or everyone[0].valid is None:
+        return None if runs is None else runs[rank], None
+    ends = np.max([_ends(*one) for one in zip(runs, everyone, strict=True)], axis=0)
+    stands: Array = ends[:, None] - queries + np.arange(queries)
+    return runs[rank], stands if (stands >= 0).all() else None
 
 
 def agreed_runs(everyone: Sequence[DeclaredPositions]) -> list[Runs] | None:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from treeattn import bins
 from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
+from treeattn.attention.positions import Runs, as_runs
 from treeattn.backends.device import Attention, Device, WholeStep
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator
@@ -21,7 +21,7 @@ from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import pipeline, reducers
-from treeattn.decoder.mask_plan import DeclaredPositions, MaskPlan, check_blocks
+from treeattn.decoder.mask_plan import DeclaredPositions, check_blocks, planned_positions
 from treeattn.decoder.request import Request
 from treeattn.mpi.communicators import Agreement, collectively
 from treeattn.partial import Array
@@ -75,6 +75,8 @@ class Plan:
     The stages, in order: `attend`, called with q, k, v and lengths (and a block table), writes the records of
     this rank, and reads `tables` where there are some; `add_sinks`, on one rank, if any; `buffers.to_wire`;
     `reducer` folds the records of all ranks; `buffers.from_wire`; `finish` divides.
+
+    runs, q_positions: where this rank's tokens and the queries stand unless a step says it, if that is known.
     """
 
     comm: Communicator
@@ -82,7 +84,8 @@ class Plan:
     buffers: Buffers
     schedule: Schedule | None
     transport: str
-    mask: MaskPlan
+    runs: Runs | None
+    q_positions: Array | None
     tables: MaskTables | None
     attend: Attention
     add_sinks: Callable[[], object] | None
@@ -106,13 +109,22 @@ class Plan:
     def with_tables(self) -> Plan:
         """The same but for attention, which reads tables of its own. Not where the reducer attends, which
         lets every query see everything."""
-        tables = self.mask.tables()
+        tables = _tables(self.request)
         return replace(self, tables=tables, attend=_attention(self.request, self.buffers, tables))
 
-    def fill_tables(self, tokens: int, lengths: ArrayLike | None, **seen: Any) -> None:
-        """Fill its tables for a step, as `MaskPlan.update` does; lengths of the device, too."""
+    def fill_tables(
+        self, tokens: int, lengths: Any, positions: Any = None, q_positions: Any = None, **seen: Any
+    ) -> None:
+        """Fill its tables for a step over arrays of `tokens` tokens, as `MaskTables.update` does; lengths of
+        the device, too. Raises `ArgumentError`."""
         assert self.tables is not None
-        self.mask.update(self.tables, tokens, self.request.device.host_lengths(lengths), **seen)
+        runs = self.runs if positions is None else as_runs(positions)
+        stands = self.q_positions if q_positions is None else q_positions
+        self.tables.update(runs, tokens, self.request.device.host_lengths(lengths), stands, **seen)
+
+
+def _tables(request: Request) -> MaskTables:
+    return MaskTables(request.rules, request.shape.batch, request.shape.queries)
 
 
 def _attention(request: Request, buffers: Buffers, tables: MaskTables | None) -> Attention:
@@ -132,8 +144,7 @@ class LocalPlan:
         self.check_shape()
         self._operator = device.merge_operator(shape.v_dim, shape.record_dtype)
         self._buffers = buffers = Buffers(request, self.comm, self._operator)
-        self._mask = MaskPlan(request.rules, shape)
-        self._tables = self._mask.tables() if request.rules.by_tables else None
+        self._tables = _tables(request) if request.rules.by_tables else None
         self._attend = None if request.attends_by_reducer else self.attention()
         self._finish = device.finish(buffers.own, buffers.out, buffers.lse)
         agreed.must_match, agreed.share = request.settings, (device.slow_because(), request.declared)
@@ -148,14 +159,16 @@ class LocalPlan:
 
     def complete(self) -> Plan:
         """The plan, once all ranks have agreed. Collective."""
-        comm, request, buffers, mask = self.comm, self.request, self._buffers, self._mask
+        comm, request, buffers = self.comm, self.request, self._buffers
+        runs, q_positions = None, None
         gathered: list[tuple[str | None, DeclaredPositions]] = self._agreed.gathered
         if comm.rank == 0:
             _warn_without_compiler([slow for slow, _ in gathered])
         if request.asks_positions:
-            mask.agree([declared for _, declared in gathered], comm.rank)
+            everyone = [declared for _, declared in gathered]
+            runs, q_positions = planned_positions(everyone, comm.rank, request.shape.queries)
         if request.reproducible == "blocks":
-            collectively(comm, lambda: check_blocks(mask.runs, comm.size))
+            collectively(comm, lambda: check_blocks(runs, comm.size))
         spec = ReductionSpec(comm, self._operator, buffers.wire, buffers.group, request.device.memory)
         rounds, transport, reducer = self.reduction(spec)
         add_sinks = None
@@ -167,7 +180,8 @@ class LocalPlan:
             buffers=buffers,
             schedule=rounds,
             transport=transport,
-            mask=mask,
+            runs=runs,
+            q_positions=q_positions,
             tables=self._tables,
             attend=self._attend or reducer.take,
             add_sinks=add_sinks,

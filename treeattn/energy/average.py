@@ -18,11 +18,12 @@ from treeattn import partial
 from treeattn.attention import arrays
 from treeattn.attention.arguments import Rules, Shard, read_positions
 from treeattn.attention.arrays import AnyArray
+from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.shape import as_tensor, query_dtype
 from treeattn.backends import device as devices
 from treeattn.collectives.runtime.communicator import Communicator, Given
 from treeattn.collectives.schedule import Schedule
-from treeattn.decoder.mask_plan import DeclaredPositions, MaskPlan
+from treeattn.decoder.mask_plan import DeclaredPositions, planned_positions
 from treeattn.decoder.reducers import folding, plan_reducer
 from treeattn.decoder.request import Reduction, Request
 from treeattn.errors import ArgumentError, RestrictionError
@@ -115,11 +116,11 @@ def average(
         agreed.share = declared, summary(queries, values, valid)
     # What each query sees of this shard, now that positions of all shards are known.
     everyone, summaries = map(list, zip(*agreed.gathered, strict=True))
-    mask = MaskPlan(plain, shape)
-    if request.asks_positions:
-        mask.agree(everyone, comm.rank)
-    tables = mask.tables()
-    collectively(comm, lambda: mask.update(tables, tokens, valid, at))
+    runs, last = (
+        planned_positions(everyone, comm.rank, shape.queries) if request.asks_positions else (None, None)
+    )
+    tables = MaskTables(plain, shape.batch, shape.queries)
+    collectively(comm, lambda: tables.update(runs, tokens, valid, last if at is None else at))
     # This rank's records, folded over all ranks, then divided.
     averaged, dtype = features(summaries), shape.record_dtype
     folded = records(queries, tilt, keys, values, request.logit_scale, tables.intervals, averaged, dtype)
