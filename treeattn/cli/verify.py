@@ -68,13 +68,13 @@ def command(
     results = [(row.pop("out"), row.pop("lse")) for row in rows]
     machine = environment.machine(world)
     if world.rank == 0:
-        output.tensors(*drafts.as_given(*results[-1]), scale=repr(drafts.scale))
+        output.tensors(*results[-1], scale=repr(drafts.scale))
         output.report(_report(drafts, rows, machine, output))
     return 0 if all(row["passed"] for row in rows) else 1
 
 
 class Drafts(Problem):
-    """A tree over the cache of a file, and what its nodes hold, in the order of its slots."""
+    """A tree over the cache of a file, and what its nodes hold."""
 
     def __init__(self, world: Communicator, source: Path, layout: Layout, owner: str) -> None:
         super().__init__(world, source, layout)
@@ -92,8 +92,7 @@ class Drafts(Problem):
         parents = self._of_nodes("parents")
         tokens = np.zeros(parents.shape, np.int64)  # no result depends on them
         self.tree = TokenTree.from_parents(tokens, parents, held.get("draft_lengths"))
-        self.q = self._by_slots(self.q)
-        self.draft_k, self.draft_v = (self._by_slots(self._of_nodes(f"draft_{name}")) for name in "kv")
+        self.draft_k, self.draft_v = (self._of_nodes(f"draft_{name}") for name in "kv")
         self.shape.check_cache(self.draft_k, self.draft_v)
 
     def _of_nodes(self, name: str) -> Array:
@@ -103,18 +102,6 @@ class Drafts(Problem):
                 f"{self.source}: {name} has shape {list(array.shape)}, q is of [batch, nodes] = {list(nodes)}"
             )
         return array
-
-    def _by_slots(self, array: Array) -> Array:
-        """What nodes hold, in the order of the tree: parents of a file may come in any order."""
-        return array[np.arange(self.tree.batch)[:, None], self.tree.origin]
-
-    def as_given(self, out: Array, lse: Array) -> tuple[Array, Array]:
-        """Results by the file's order."""
-        rows, slots = np.nonzero(self.tree.real)
-        places = self.tree.origin[rows, slots]
-        out_, lse_ = np.zeros_like(out), np.full_like(lse, -np.inf)
-        out_[rows, places], lse_[rows, :, places] = out[rows, slots], lse[rows, :, slots]
-        return out_, lse_
 
     def partial(self) -> reference.Partial:
         """Partials of the context, and on rank 0 of the drafts; pads see nothing."""

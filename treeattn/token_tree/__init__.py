@@ -6,7 +6,7 @@ Speculative Decoding in Large Language Models" (arXiv 2403.09919), tree attentio
 """
 
 from treeattn.token_tree.accept import Accepted, accept_greedy, accept_speculative
-from treeattn.token_tree.pack import Packed, mask_from_words, mask_words, pack, prefix_tree, unpack
+from treeattn.token_tree.pack import Packed, pack, prefix_tree, unpack
 from treeattn.token_tree.tree import TokenTree
 from treeattn.token_tree.verify import Verifier, verify
 
@@ -17,8 +17,6 @@ __all__ = [
     "Verifier",
     "accept_greedy",
     "accept_speculative",
-    "mask_from_words",
-    "mask_words",
     "pack",
     "prefix_tree",
     "unpack",

@@ -1,4 +1,4 @@
-"""Packs beams into a prefix tree in which each prefix is one node, and unpacks; masks in bits.
+"""Packs beams into a prefix tree in which each prefix is one node, and unpacks.
 
 Works on arrays of NumPy and of CuPy.
 """
@@ -12,8 +12,6 @@ import numpy as np
 
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
-
-_WORD_BITS = 32
 
 
 class Packed(NamedTuple):
@@ -37,11 +35,6 @@ class Packed(NamedTuple):
     unpack_map: Array
     lengths: Array
     packed_token_indices: Array
-
-    @property
-    def mask_words(self) -> Array:
-        """The mask in bits, uint32 [B, L, ceil(L / 32)], as `treeattn.token_tree.mask_words` packs it."""
-        return mask_words(self.attention_mask)
 
 
 def pack(beams: Array) -> Packed:
@@ -170,49 +163,6 @@ def _mask(xp: Any, unpack_map: Array, lengths: Array, nodes: int) -> Array:
     mask = mask.reshape(batch, nodes, nodes)
     mask[..., 0] |= xp.arange(nodes) >= lengths[:, None]
     return mask
-
-
-def mask_words(mask: Array, words: int | None = None) -> Array:
-    """A bool mask [.., columns] as uint32 [.., words]: column j is bit j % 32 of word j // 32.
-
-    words: how many there are room for; as many as are needed unless given. Raises `ArgumentError` for a mask
-    that is not bool, or has more columns than the words hold.
-
-    >>> treeattn.token_tree.mask_words(np.array([[True, False, True]])).tolist()
-    [[5]]
-    """
-    xp = _array_module(mask)
-    mask = xp.asarray(mask)
-    if mask.dtype != bool or mask.ndim < 1:
-        raise ArgumentError(f"a mask is bool [.., columns], not {mask.dtype} {list(mask.shape)}")
-    columns = mask.shape[-1]
-    needed = -(-columns // _WORD_BITS)
-    words = needed if words is None else words
-    if words < needed:
-        raise ArgumentError(
-            f"{columns} nodes do not fit into {words} mask words of {_WORD_BITS} bits: {needed} are needed"
-        )
-    wide: Array = xp.zeros((*mask.shape[:-1], words * _WORD_BITS), bool)
-    wide[..., :columns] = mask
-    packed: Array = xp.packbits(wide.reshape(-1), bitorder="little")
-    return packed.view("<u4").reshape(*mask.shape[:-1], words)
-
-
-def mask_from_words(words: Array, columns: int) -> Array:
-    """The bool mask [.., columns] that `mask_words` packed. Raises `ArgumentError`.
-
-    >>> treeattn.token_tree.mask_from_words(np.array([[5]], np.uint32), 3).tolist()
-    [[True, False, True]]
-    """
-    xp = _array_module(words)
-    words = xp.ascontiguousarray(words)
-    if words.dtype != np.uint32 or words.ndim < 1:
-        raise ArgumentError(f"mask words are uint32 [.., words], not {words.dtype} {list(words.shape)}")
-    held = words.shape[-1] * _WORD_BITS
-    if not 0 <= columns <= held:
-        raise ArgumentError(f"{columns} nodes: {words.shape[-1]} mask words hold 0 to {held}")
-    bits: Array = xp.unpackbits(words.reshape(-1).view(np.uint8), bitorder="little")
-    return bits.reshape(*words.shape[:-1], held)[..., :columns].astype(bool)
 
 
 def _checked_beams(beams: Array) -> Array:

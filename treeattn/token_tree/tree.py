@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from treeattn.errors import ArgumentError
-from treeattn.token_tree.pack import mask_words, pack
+from treeattn.token_tree.pack import pack
 
 Integers = NDArray[np.integer[Any]]
 Mask = NDArray[np.bool_]
@@ -65,14 +65,12 @@ class TokenTree:
     def from_parents(
         cls, tokens: ArrayLike, parents: ArrayLike, lengths: ArrayLike | None = None
     ) -> TokenTree:
-        """A tree from the parent of each token, both [batch, L], -1 for a token that follows the context.
+        """A tree from the parent of each token, both [batch, L]: an earlier token, or -1 for one that follows
+        the context. lengths: [batch], valid tokens of each row, all unless given; there are L slots whatever
+        they are.
 
-        Any order will do: nodes whose ancestors come first keep theirs, the others move behind their parents;
-        `origin` says which token each node is. lengths: [batch], valid tokens of each row, all unless given;
-        there are L slots whatever they are.
-
-        Raises `ArgumentError` for tokens or parents that are no integers, parents that form a cycle or lie
-        outside the row.
+        Raises `ArgumentError` for tokens or parents that are no integers, and a parent that does not come
+        before its child.
         """
         words, above = integers("tokens", tokens), integers("parents", parents)
         if words.ndim != 2 or words.shape != above.shape or 0 in words.shape:
@@ -81,17 +79,17 @@ class TokenTree:
             )
         counts = _checked_lengths(lengths, *words.shape)
         real = _valid(counts, words.shape[1])
-        above = np.where(real, above.astype(np.int64), -1)
-        order = _parents_first(above, counts)
-        slots = np.full((len(words), words.shape[1] + 1), -1)  # of each token; the last is that of -1
-        np.put_along_axis(slots, order, np.where(real, np.arange(words.shape[1]), -1), 1)
-        order = np.where(real, order, order[:, :1])
-        before = np.where(real, np.take_along_axis(above, order, 1), -1)
+        above, slots = np.where(real, above.astype(np.int64), -1), np.arange(words.shape[1])
+        for row, node in np.argwhere((above < -1) | (above >= slots)).tolist():
+            raise ArgumentError(
+                f"row {row}: node {node} has parent {above[row, node]}: it is an earlier node of the row, or "
+                "-1 for what follows the context"
+            )
         return cls(
-            tokens=np.take_along_axis(words, order, 1),
-            parents=np.take_along_axis(slots, before, 1).astype(np.int32),
+            tokens=np.where(real, words, words[:, :1]),
+            parents=above.astype(np.int32),
             lengths=counts,
-            unpack_map=slots[:, :-1].copy(),
+            unpack_map=np.where(real, slots, -1),
         )
 
     @classmethod
@@ -143,14 +141,6 @@ class TokenTree:
         return _valid(self.lengths, self.nodes)
 
     @cached_property
-    def origin(self) -> Integers:
-        """Where each node's token was first in what the tree was made from (a row of it, flattened), [batch,
-        L]; a pad has node 0's."""
-        given = self.unpack_map.reshape(self.batch, 1, -1)
-        first = (given == np.arange(self.nodes)[:, None]).argmax(2)
-        return np.asarray(np.where(self.real, first, first[:, :1]))
-
-    @cached_property
     def ancestry(self) -> Integers:
         """Each node, its parent and so on to the root, then -1, [batch, L, depth]; a pad has node 0's."""
         slots = np.where(self.real, np.arange(self.nodes), np.where(self.lengths[:, None] > 0, 0, -1))
@@ -172,11 +162,6 @@ class TokenTree:
         rows, queries = np.ogrid[: self.batch, : self.nodes]
         seen[rows[..., None], queries[..., None], self.ancestry] = True
         return np.ascontiguousarray(seen[..., :-1])
-
-    def mask_words(self, words: int | None = None) -> NDArray[np.uint32]:
-        """The mask in bits: see `treeattn.token_tree.mask_words`."""
-        packed: NDArray[np.uint32] = mask_words(self.mask, words)
-        return packed
 
     def children(self, row: int, slot: int = -1) -> Integers:
         """The slots that follow a slot of a row; -1: those that follow the context."""
@@ -223,26 +208,6 @@ class TokenTree:
 def _valid(lengths: Integers, nodes: int) -> Mask:
     """[batch, nodes] bool: which slots are no pads."""
     return np.asarray(np.arange(nodes) < lengths[:, None])
-
-
-def _parents_first(parents: Integers, counts: Integers) -> Integers:
-    """The order [batch, nodes] by the latest ancestor, then by depth: nodes whose ancestors come first keep
-    theirs, and pads stay last. Raises `ArgumentError`."""
-    for row, node in np.argwhere((parents < -1) | (parents >= counts[:, None])).tolist():
-        raise ArgumentError(
-            f"row {row}: node {node} has parent {parents[row, node]}, a row of {counts[row]} nodes has 0 to "
-            f"{counts[row] - 1}, and -1 for what follows the context"
-        )
-    depths, above = np.zeros_like(parents), parents
-    latest = np.broadcast_to(np.arange(parents.shape[1]), parents.shape)
-    while (above >= 0).any():
-        if (depths > counts[:, None]).any():
-            row = int(np.argwhere(depths > counts[:, None])[0][0])
-            nodes = np.flatnonzero(above[row] >= 0).tolist()
-            raise ArgumentError(f"row {row}: the parents of nodes {nodes} form a cycle: each must lead to -1")
-        depths, latest = depths + (above >= 0), np.maximum(latest, above)
-        above = np.where(above >= 0, np.take_along_axis(parents, np.maximum(above, 0), 1), -1)
-    return np.lexsort((depths, latest))
 
 
 def _batch_of_paths(paths: Sequence[Any]) -> list[list[list[int]]]:

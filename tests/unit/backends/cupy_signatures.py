@@ -29,13 +29,11 @@ SIGNATURES: dict[str, str | None] = {
     "lexsort": "keys",
     "nonzero": "a",
     "ones": "shape, dtype=float, order='C'",
-    "packbits": "a, axis=None, bitorder='big'",
     "repeat": "a, repeats, axis=None",
     "sqrt": "x, /, out=None, *, casting='same_kind', dtype=None",
     "take_along_axis": "a, indices, axis",
     "unique": "ar, return_index=False, return_inverse=False, return_counts=False, axis=None, *, "
     "equal_nan=True",
-    "unpackbits": "a, axis=None, bitorder='big'",
     "zeros": "shape, dtype=float, order='C'",
     "ndarray": None,
     "ndarray.T": None,

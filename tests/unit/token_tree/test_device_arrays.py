@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.emulator.device_array import DeviceArray, namespace, on_device
-from treeattn.token_tree import TokenTree, mask_from_words, mask_words, pack, prefix_tree, unpack
+from treeattn.token_tree import TokenTree, pack, prefix_tree, unpack
 
 
 @pytest.fixture
@@ -30,10 +30,6 @@ def test_packing_stays_on_the_device(cupy, dtype):
         assert type(ours) is DeviceArray
         np.testing.assert_array_equal(ours.get(), here)
     np.testing.assert_array_equal(prefix_tree(on_device(beams)).get(), prefix_tree(beams))
-    words = mask_words(there.attention_mask)
-    np.testing.assert_array_equal(words.get(), mask_words(wanted.attention_mask))
-    back = mask_from_words(words, wanted.attention_mask.shape[-1])
-    np.testing.assert_array_equal(back.get(), wanted.attention_mask)
     payload = np.random.default_rng(1).random((*wanted.packed_beam.shape, 2))
     unpacked = unpack(on_device(payload), there.unpack_map)
     np.testing.assert_array_equal(unpacked.get(), unpack(payload, wanted.unpack_map))

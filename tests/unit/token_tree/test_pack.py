@@ -9,13 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from trie import beams, packed_row
 
 from tests.support.drawn import examples
 from tests.support.refusals import refused
 from treeattn.errors import ArgumentError
-from treeattn.token_tree import mask_from_words, mask_words, pack, prefix_tree, unpack
+from treeattn.token_tree import pack, prefix_tree, unpack
 
 VECTORS = np.load(Path(__file__).resolve().parents[2] / "data/token_tree_vectors.npz", allow_pickle=False)
 CASES = [entry["case"] for entry in json.loads(VECTORS["manifest_json"].tobytes())]
@@ -79,18 +78,6 @@ def test_pads_are_the_rows_own_first_node(given_beams):
         assert not seen[:, 1:].any()
 
 
-@examples(100)
-@given(beams(), st.integers(0, 3))
-def test_bits_hold_the_mask(given_beams, more):
-    mask = pack(given_beams).attention_mask
-    words = mask_words(mask, -(-mask.shape[-1] // 32) + more)
-    assert words.dtype == np.uint32
-    for column in range(mask.shape[-1]):
-        np.testing.assert_array_equal(words[..., column // 32] >> (column % 32) & 1, mask[..., column])
-    np.testing.assert_array_equal(mask_from_words(words, mask.shape[-1]), mask)
-    np.testing.assert_array_equal(pack(given_beams).mask_words, mask_words(mask))
-
-
 @pytest.mark.parametrize("dtype", ["int8", "uint8"])
 def test_slots_beyond_the_range_of_narrow_tokens(dtype):
     """Index arithmetic in the type of the tokens goes wrong past 127, or 255."""
@@ -121,17 +108,9 @@ def test_what_are_no_beams(bad, words):
             take(bad)
 
 
-def test_maps_and_words_that_do_not_fit():
+def test_maps_that_do_not_fit():
     packed = pack([[[1, 2], [1, 3]]])
     with pytest.raises(ArgumentError, match="outside the 2 nodes"):
         unpack(np.zeros((1, 2)), packed.unpack_map)
     with pytest.raises(ArgumentError, match="are needed"):
         unpack(np.zeros((2, 3)), packed.unpack_map)
-    with pytest.raises(ArgumentError, match="33 nodes do not fit into 1 mask words"):
-        mask_words(np.ones((1, 33), bool), 1)
-    with pytest.raises(ArgumentError, match="a mask is bool"):
-        mask_words(np.ones((1, 33)))
-    with pytest.raises(ArgumentError, match="33 nodes: 1 mask words hold 0 to 32"):
-        mask_from_words(np.ones((2, 1), np.uint32), 33)
-    with pytest.raises(ArgumentError, match="mask words are uint32"):
-        mask_from_words(np.ones((2, 1), np.int64), 3)
