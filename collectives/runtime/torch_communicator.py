@@ -8,6 +8,7 @@ and `new_group` names one by a count that may differ between ranks.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import re
 import socket
@@ -38,32 +39,20 @@ _OURS, _CHANNELS, _MESSAGES = 1 << 30, 1 << 18, 1 << 12
 _LOST = re.compile("Connection (?:closed|reset) by peer|Broken pipe")
 
 
-class _Known:
-    """What is found out once of a process group. host: a group of the same ranks that takes host memory,
-    where it does not itself; it holds no reference to the group."""
-
-    def __init__(self, host: ProcessGroup | None, size: int) -> None:
-        self.host = host
-        self.calls = watchdog.WatchedCalls()
-        self.members: tuple[Member, ...] = ()
-        self.channels = 0
-        self.owner, self.kept = owner_of_communicator(size), dict[Any, Any]()
-
-
-_groups: weakref.WeakKeyDictionary[ProcessGroup, _Known] = weakref.WeakKeyDictionary()
-
-
 class TorchCommunicator:
     """The ranks of a process group, to which it holds no reference: a group of gloo that outlives
     `destroy_process_group` ends the process by a signal, when that ends."""
 
     library: Literal["torch"] = "torch"
+    members: tuple[Member, ...] = ()
 
-    def __init__(self, group: ProcessGroup, known: _Known, channel: int = 0) -> None:
-        self._group = weakref.ref(group)
+    def __init__(self, group: ProcessGroup) -> None:
+        """Collective."""
+        self._group, self._host = weakref.ref(group), _host_group(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self._known, self._channel = known, channel
-        self.owner, self.kept = known.owner, known.kept  # of the group: its collectives have no channels
+        self._calls = watchdog.WatchedCalls()
+        self._channel, self._channels = 0, [0]  # its own, and the last of the group
+        self.owner, self.kept = owner_of_communicator(self.size), dict[Any, Any]()
 
     @classmethod
     def of(cls, group: ProcessGroup) -> TorchCommunicator:
@@ -75,19 +64,17 @@ class TorchCommunicator:
             raise StateError(
                 "comm is a process group that was destroyed: make one with torch.distributed.new_group"
             ) from None
-        known = _groups.get(group)
-        if known is not None:
-            return cls(group, known)
+        if group in _groups:
+            return _groups[group]
         with watchdog.Activity("looking for the nodes"):
-            known = _Known(_host_group(group), dist.get_world_size(group))
-            comm = cls(group, known)
+            comm = cls(group)
             place = socket.gethostname(), kernel(), namespace()
             placed = comm.allgather((place, dist.get_rank()))
             node = next(rank for other, rank in placed if other == place)
-            known.members = tuple(comm.allgather(Member.here(dist.get_rank(), node)))
-            known.owner.let_go()  # whichever thread comes first has it
-        communicator.introduce(dist.get_rank(), dist.get_world_size(), known.members)
-        _groups[group] = known
+            comm.members = tuple(comm.allgather(Member.here(dist.get_rank(), node)))
+            comm.owner.let_go()  # whichever thread comes first has it
+        communicator.introduce(dist.get_rank(), dist.get_world_size(), comm.members)
+        _groups[group] = comm
         return comm
 
     @property
@@ -100,11 +87,7 @@ class TorchCommunicator:
 
     @property
     def host(self) -> ProcessGroup:
-        return self._known.host or self.group
-
-    @property
-    def members(self) -> tuple[Member, ...]:
-        return self._known.members
+        return self._host or self.group
 
     @property
     def nodes(self) -> tuple[tuple[int, ...], ...]:
@@ -149,9 +132,11 @@ class TorchCommunicator:
         return done
 
     def dup(self) -> TorchCommunicator:
-        """The same group, with tags of its own: the next that no rank has taken."""
-        self._known.channels = max(self.allgather(self._known.channels)) + 1
-        return TorchCommunicator(self.group, self._known, self._known.channels)
+        """The same group, with tags of its own: the next that no rank has taken. Its collectives, which have
+        no tags, remain the owner's."""
+        made = copy.copy(self)
+        self._channels[0] = made._channel = max(self.allgather(self._channels[0])) + 1
+        return made
 
     def free(self) -> None:
         """Nothing is to be given back: the group is the caller's."""
@@ -168,12 +153,15 @@ class TorchCommunicator:
     def _run(self, name: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
         self.owner.take()
         try:
-            return self._known.calls.run(name, call, *arguments, **options)
+            return self._calls.run(name, call, *arguments, **options)
         except StateError:  # this is a forked process
             raise
         except RuntimeError as error:  # a connection is lost, or torch's own limit was reached
-            what, _ = self._known.calls.waits_for()
+            what, _ = self._calls.waits_for()
             raise PeerError(f"{what}: torch.distributed failed: {reason(error)}") from None
+
+
+_groups: weakref.WeakKeyDictionary[ProcessGroup, TorchCommunicator] = weakref.WeakKeyDictionary()
 
 
 def reason(error: RuntimeError) -> str:

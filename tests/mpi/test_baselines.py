@@ -10,15 +10,14 @@ from tests.support.schemes import Way
 from treeattn.baselines import BASELINES
 
 
-@pytest.mark.parametrize("expanded", ["no", "yes"])
 @pytest.mark.parametrize("rotation", ["partial", "full"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_kv_ring_sends_what_equation_10_says(comm, rotation, expanded, dtype):
+def test_kv_ring_sends_what_equation_10_says(comm, rotation, dtype):
     """2 b t d elements per hop, with the hops and the KV heads of the variant."""
     batch, tokens, heads, kv_heads, head_dim = 3, 5, 6, 2, 64
     hops = comm.size if rotation == "full" else comm.size - 1
-    d = head_dim * (heads if expanded == "yes" else kv_heads)
-    scheme = f"kv_ring:expanded={expanded}:rotation={rotation}"
+    d = head_dim * kv_heads
+    scheme = f"kv_ring:rotation={rotation}"
     shape = {"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "batch": batch, "dtype": dtype}
     element = np.dtype(treeattn.attention.shape.DTYPES[dtype])
     q = np.ones((batch, 1, heads, head_dim), element)

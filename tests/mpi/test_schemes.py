@@ -22,7 +22,7 @@ DATA = Path(__file__).parent.parent / "data"
 SCHEMES = [name for name in treeattn.schemes() if "nccl" not in name]
 #: One of each kind: what reads a caller's arrays knows no schedule by name.
 KINDS = ["chain", "hierarchical", "reduce_scatter_gather", "head_scatter", "mpi_allreduce", *BASELINES]
-KINDS += ["kv_ring:expanded=yes:rotation=full"]
+KINDS += ["kv_ring:rotation=full"]
 BFLOAT16 = ml_dtypes.bfloat16
 
 

@@ -35,13 +35,6 @@ BASELINES: dict[str, Scheme] = {
             "Ring Attention: keys and values travel, and every rank attends to all of them.",
             "h (alpha + 2 S beta), S bytes of one shard's keys or values; h = p-1 hops, or p",
             Parameter(
-                "expanded",
-                "choice",
-                "no",
-                "send keys and values repeated for every query head, as published code does",
-                choices=("no", "yes"),
-            ),
-            Parameter(
                 "rotation",
                 "choice",
                 "partial",

@@ -24,8 +24,7 @@ class KvRing(Reducer):
     on its way in, into the other of two buffers; how much of that happens at once is up to the MPI library.
     A hop is two messages, keys and values; none for a shard without tokens, and several in place of one that
     is longer than `LARGEST_MESSAGE`: MPI libraries before MPI 4 count with 32 bits. There are p-1 hops; with
-    ``rotation="full"`` p, the own shard travelling home again, as in published code. With ``expanded="yes"``
-    the KV heads travel repeated for every query head, likewise.
+    ``rotation="full"`` p, the own shard travelling home again, as in published code.
 
     Per hop a rank sends 2 b t d elements (b sequences, t tokens per shard, d = KV heads * head_dim). Equation
     10 of arXiv 2408.04093, V = 2 b t d p, is that with p hops; here it is 2 b t d (p-1) by default.
@@ -47,7 +46,6 @@ class KvRing(Reducer):
         shape: Shape,
         scale: float,
         records: Array,
-        expanded: str,
         rotation: str,
     ) -> None:
         """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
@@ -58,7 +56,7 @@ class KvRing(Reducer):
         self._rank: int = comm.rank
         self._size: int = comm.size
         self._hops = self._size if rotation == "full" else self._size - 1
-        self._shape, self._expanded = shape, expanded == "yes"
+        self._shape = shape
         self._partials = [records, *(np.empty_like(records) for _ in range(1, self._size))]
         self._attention = [cpu.PlannedAttention(partial, scale=scale) for partial in self._partials]
         into, *others = (partial.reshape(-1, merge.width) for partial in self._partials)
@@ -152,16 +150,11 @@ class KvRing(Reducer):
             )
 
     def _elements(self, tokens: int) -> int:
-        return self._shape.batch * tokens * self._heads * self._shape.head_dim
-
-    @property
-    def _heads(self) -> int:
-        """Heads of the keys and values that travel."""
-        return self._shape.heads if self._expanded else self._shape.kv_heads
+        return self._shape.batch * tokens * self._shape.kv_heads * self._shape.head_dim
 
     def _block(self, buffer: int, tokens: int) -> tuple[Array, Array]:
         k, v = self._buffers[buffer][: 2 * self._elements(tokens)].reshape(2, -1)
-        shape = self._shape.batch, tokens, self._heads, self._shape.head_dim
+        shape = self._shape.batch, tokens, self._shape.kv_heads, self._shape.head_dim
         return k.reshape(shape), v.reshape(shape)
 
     def _bind(self, k: Array, v: Array) -> None:
@@ -172,17 +165,14 @@ class KvRing(Reducer):
             self._source = k, v
             block = k[:, :tokens], v[:, :tokens]
             self._packed = None
-            if self._expanded or not all(part.flags.c_contiguous for part in block):
+            if not all(part.flags.c_contiguous for part in block):
                 self._reserve(2, tokens)
                 self._packed = block = self._block(2, tokens)
             self._blocks[0], self._bytes[0] = block, _as_bytes(block)
         if self._packed:
-            shape = self._shape
-            group = self._heads // shape.kv_heads
             for into, part in zip(self._packed, (k, v), strict=True):
-                split = into.reshape(shape.batch, tokens, shape.kv_heads, group, shape.head_dim)
                 # The view: bits of bfloat16 may come as uint16, and must not be taken for numbers.
-                np.copyto(split, part.view(split.dtype)[:, :tokens, :, None], casting="no")
+                np.copyto(into, part.view(into.dtype)[:, :tokens], casting="no")
 
     def _release(self) -> None:
         self._private.free()

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterable
 
 from treeattn.backends.device import Device
 from treeattn.collectives.catalog import DEVICES, Scheme, Selection
@@ -222,7 +221,8 @@ def run_rounds(executor: str | None, schedule: Schedule, reduction: ReductionSpe
     not_callable = _not_callable(library)
     with Agreement(comm) as agreed:
         agreed.share = compiled.problem(reduction) or not_callable, oversubscribed
-    lacking = _of_lowest(problem for problem, _ in agreed.gathered)
+    problems = (f"rank {rank}: {text}" for rank, (text, _) in enumerate(agreed.gathered) if text)
+    lacking = next(problems, None)
     if lacking is not None:
         _cannot(executor, lacking, repr(library))
         if not_callable is not None:  # else it is the records: their planner knows
@@ -269,14 +269,3 @@ def _warn(comm: Communicator, message: str) -> None:
     """Rank 0 speaks for all."""
     if comm.rank == 0:
         warnings.warn(message, RuntimeWarning, stacklevel=2)
-
-
-def _first(comm: Communicator, problem: str | None) -> str | None:
-    """The problem of the lowest rank that has one. Collective."""
-    with Agreement(comm) as agreed:
-        agreed.share = problem
-    return _of_lowest(agreed.gathered)
-
-
-def _of_lowest(problems: Iterable[str | None]) -> str | None:
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(problems) if text), None)
