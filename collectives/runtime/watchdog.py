@@ -235,9 +235,6 @@ def _disown() -> None:
     """In a forked process: no thread looks at anything yet, and what its parent waits by is not its own."""
     global _lock
     _lock = threading.Lock()
-    for thing in _things:
-        if isinstance(thing, WatchedCalls):
-            thing.disown()
     for inherited in (_things, _thread, _last, _activities):
         inherited.clear()
 
@@ -310,19 +307,14 @@ class WatchedCalls(Guarded):
 
     def __init__(self) -> None:
         super().__init__("")
+        self._process = os.getpid()
 
     def run(self, name: str, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        if self._process != os.getpid():
+            raise StateError(f"what this process communicates by is {ANOTHER_PROCESS}")
         self._what = name, "the other ranks"
         with self:
             return call(*arguments, **options)
-
-    def disown(self) -> None:
-        """Refuse every call from now on, as of a communicator of the process that forked this one."""
-
-        def refuse(*_: object, **__: object) -> NoReturn:
-            raise StateError(f"what this process communicates by is {ANOTHER_PROCESS}")
-
-        self.run = refuse  # type: ignore[method-assign]
 
     def waits_for(self) -> tuple[str, str]:
         """The activity of the caller, or the call; peers."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import os
 import sys
 import weakref
 from collections.abc import Callable
@@ -207,15 +206,6 @@ class CacheNodes:
         if error is not None and self._link.busy:
             job.abort(error)
         self.close()
-
-
-def _disown() -> None:
-    for nodes in _open:
-        nodes._link.disown()
-    _open.clear()
-
-
-os.register_at_fork(after_in_child=_disown)
 
 
 def _uncaught(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from treeattn.cache_nodes.message import Call, NodeMessage, encode
@@ -25,15 +26,21 @@ class NodeLink:
         self.leave = any(commanded for _, commanded in said[1:])
         self.tree = meet(comm, scheme)
         comm.Split(library.load().UNDEFINED)  # the nodes have a communicator of their own
-        self.closed = self.busy = self.disowned = False
+        self._closed = self.busy = False
+        self._process = os.getpid()
         self.owner = Owner("the tree of the cache nodes")
         comm.owner.let_go()  # another thread may use the nodes
 
+    @property
+    def closed(self) -> bool:
+        """After `close`, and in a forked process: the nodes are its parent's, and go on when it ends."""
+        return self._closed or self._process != os.getpid()
+
     def check_open(self) -> None:
-        """Raise `StateError` after `close`, and in a second thread: steps come in one order."""
+        """Raise `StateError` where they are `closed`, and in a second thread: steps come in one order."""
         self.owner.take()
         if self.closed:
-            known = "have ended: they are closed" if not self.disowned else f"are {ANOTHER_PROCESS}"
+            known = "have ended: they are closed" if self._closed else f"are {ANOTHER_PROCESS}"
             raise StateError(f"the cache nodes {known}")
 
     def call(self, name: str, **arguments: Any) -> None:
@@ -52,12 +59,7 @@ class NodeLink:
         with watchdog.Activity("what the cache nodes do"):
             collectively(self.comm, tuple)
 
-    def disown(self) -> None:
-        """In a forked process: the nodes are its parent's, and go on when it ends."""
-        self.closed = self.disowned = True
-        self.busy = False
-
     def close(self) -> None:
         """End the nodes, and the wait of each in `serve`. Collective."""
         self.call("close")
-        self.closed = True
+        self._closed = True

@@ -69,10 +69,6 @@ class Pipeline(Reducer):
         self._views: list[tuple[Any, Any, Any]] = []
 
     @property
-    def groups(self) -> int:
-        return len(self._groups)
-
-    @property
     def sent(self) -> Sent:  # type: ignore[override]
         of_groups = [group.reducer.sent for group in self._groups]
         if isinstance(of_groups[0], list):

@@ -303,11 +303,6 @@ class PlannedDecode:
         return self._containers.give()
 
     @property
-    def groups(self) -> int:
-        """In how many groups of heads the next step is taken apart; 1 where it is not."""
-        return getattr(self._reducer, "groups", 1)
-
-    @property
     def sent(self) -> Sent:
         """What this rank hands over in a step.
 
