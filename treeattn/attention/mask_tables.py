@@ -160,12 +160,12 @@ class MaskTables:
             self.draft_positions = np.zeros((batch, 0), np.int64)
             return
         mask = np.asarray(mask)
-        if mask.ndim != 3 or mask.shape[:2] != (batch, queries) or mask.dtype not in (np.bool_, np.uint32):
+        if mask.ndim != 3 or mask.shape[:2] != (batch, queries) or mask.dtype != np.bool_:
             raise ArgumentError(
-                f"the mask is {mask.dtype} {list(mask.shape)}: bool [batch, queries, drafts] or uint32 words "
-                f"of it, with batch {batch} and queries {queries}"
+                f"the mask is {mask.dtype} {list(mask.shape)}: bool [batch, queries, drafts] is needed, with "
+                f"batch {batch} and queries {queries}"
             )
-        drafts = mask.shape[2] * (1 if mask.dtype == np.bool_ else 32)
+        drafts = mask.shape[2]
         if draft_positions is not None:
             draft_positions = np.asarray(draft_positions)
             if draft_positions.shape[:-1] not in ((), (batch,)) or not draft_positions.ndim:
@@ -175,28 +175,16 @@ class MaskTables:
                 )
             _check_positions("draft_positions", draft_positions)
             draft_positions = np.broadcast_to(draft_positions, (batch, draft_positions.shape[-1]))
-            drafts = self._agreed_drafts(mask, draft_positions.shape[1])
+            if draft_positions.shape[1] != drafts:
+                raise ArgumentError(
+                    f"the mask is of {drafts} draft tokens, and draft_positions of {draft_positions.shape[1]}"
+                )
         elif self.rules.alibi is not None:
             raise ArgumentError("alibi asks for the positions of draft tokens: pass draft_positions=")
         else:
             draft_positions = np.zeros((batch, drafts), np.int64)
-        self.mask = np.ascontiguousarray(mask) if mask.dtype == np.uint32 else words_of(mask)
+        self.mask = words_of(mask)
         self.drafts, self.draft_positions = drafts, np.ascontiguousarray(draft_positions, np.int64)
-
-    def _agreed_drafts(self, mask: Array, drafts: int) -> int:
-        """As many as there are draft_positions, if the mask speaks of so many."""
-        if mask.dtype == np.bool_:
-            fits = mask.shape[2] == drafts
-        else:
-            fits = mask.shape[2] == -(-drafts // 32) and not (
-                drafts % 32 and (mask[..., -1] >> np.uint32(drafts % 32)).any()
-            )
-        if not fits:
-            raise ArgumentError(
-                f"the mask {mask.dtype} {list(mask.shape)} speaks of other draft tokens than the {drafts} "
-                "draft_positions"
-            )
-        return drafts
 
     def _stands(self, given: ArrayLike | None) -> list[int]:
         """The position of each sequence's one query."""

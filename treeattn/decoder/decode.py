@@ -82,9 +82,9 @@ def decode(
     begins : [batch], optional
         Global position at which each sequence begins, the same on every rank: what is before it, padding
         on the left, is seen by no query, and `leading` counts from it. 0 unless given.
-    mask : bool [batch, queries, n] or uint32 [batch, queries, ceil(n / 32)], optional
-        Which of the last n tokens of this shard, the draft tokens, each query sees: draft j is bit j % 32 of
-        word j // 32. Draft tokens have no place in the shard's positions.
+    mask : bool [batch, queries, n], optional
+        Which of the last n tokens of this shard, the draft tokens, each query sees. Draft tokens have no
+        place in the shard's positions.
     device : {"cpu", "cuda"}, optional
         Where to compute: where q lies unless given. "cuda" is CuPy's current device.
     q_root : int, optional
