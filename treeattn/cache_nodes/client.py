@@ -15,8 +15,8 @@ from numpy.typing import ArrayLike, DTypeLike
 from treeattn.attention.arguments import CacheFormat
 from treeattn.attention.shape import check_latent, dtype_word
 from treeattn.cache import saved
-from treeattn.cache_nodes.link import NodeLink
 from treeattn.cache_nodes.remote_cache import RemoteCache
+from treeattn.cache_nodes.tree import NodeLink
 from treeattn.cache_nodes.view import CachePlan, ViewAttention
 from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError, PeerError, StateError

@@ -18,8 +18,8 @@ from treeattn.attention.arrays import AnyArray, Pair
 from treeattn.attention.shape import CACHE_DTYPES, bits_of, check_axes, check_latent, values_of
 from treeattn.cache.placement import check_each, check_rows, whole_numbers
 from treeattn.cache.saved import as_json
-from treeattn.cache_nodes.link import NodeLink
 from treeattn.cache_nodes.message import LayerStep, bytes_of
+from treeattn.cache_nodes.tree import NodeLink
 from treeattn.cache_nodes.view import CachePlan, View, ViewAttention
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
