@@ -1,8 +1,7 @@
 """Mistakes of a newcomer, each answered by one sentence, or by the right number.
 
 Words of commands: code 2, a line that says what is wrong, and nothing written; what is wrong with files, and
-what takes a model, is with the tests of its command. Calls from Python that no other test makes. Starts
-of ranks, with a piece forgotten.
+what takes a model, is with the tests of its command. Starts of ranks, with a piece forgotten.
 """
 
 import os
@@ -10,12 +9,9 @@ import shlex
 import subprocess
 import sys
 
-import numpy as np
 import pytest
 
-import treeattn as package
 from tests.support.drawn import sample
-from tests.support.torchrun import SETTINGS
 from treeattn.collectives import build
 
 from .launch import ROOT, in_process, mpiexec, run
@@ -181,46 +177,12 @@ def test_one_line_says_what_is_wrong(words, message, tmp_path, monkeypatch):
     assert sorted(tmp_path.iterdir()) == before
 
 
-Q, K = np.zeros((1, 1, 16, 128), np.float32), np.ones((1, 64, 4, 128), np.float32)
-PLAN = {"heads": 16, "kv_heads": 4, "head_dim": 128}
-OUT, LSE = np.zeros((2, 4, 8), np.float32), np.zeros((2, 4), np.float32)
-CALLS = [
-    (lambda: package.decode(Q.swapaxes(1, 2), K.swapaxes(1, 2), K.swapaxes(1, 2)), r"transpose\(1, 2\)"),
-    (lambda: package.decode(Q, K, K[:, :9]), "they must be the same"),
-    (lambda: package.decode(Q, K, K, lengths=[65]), "must lie between 0 and the shard's 64 tokens"),
-    (lambda: package.decode(Q, K, K, scale=float("nan")), "scale must be a finite number"),
-    (lambda: package.decode(Q, K, K, q_root=1), "use 0 to 0"),
-    (lambda: package.decode(Q, K, K, causal=True), r"rules=treeattn.Rules\(causal=..\)"),
-    (lambda: package.decode(Q, K, K, softmax_scale=1.0), "did you mean scale="),
-    (lambda: package.Decoder(**PLAN)(Q, K, K), "the array is float32, but dtype='bfloat16'"),
-    (lambda: package.Decoder(num_heads=16, kv_heads=4, head_dim=128), "did you mean heads="),
-    (lambda: package.Decoder(**PLAN | {"head_dim": 100}), "use a multiple of 8"),
-    (lambda: package.Decoder(**PLAN, dtype="fp16"), "dtype 'fp16' is not supported"),
-    (lambda: package.Shard(K, K, dtype="int8"), "dtype 'int8' is not supported"),
-    (lambda: package.Shard(K, K, positions=[3, 2]), "must ascend"),
-    (lambda: package.Rules(window=-5), "window"),
-    (lambda: package.merge(OUT, LSE.T), "lse of .heads, tokens. has to be transposed"),
-    (lambda: package.merge(OUT, LSE, base=10), "use 'e' .* or 2"),
-    (lambda: package.merge(OUT, LSE, scheme="kv_ring"), "kv_ring attends while it communicates"),
-]
-
-
-@pytest.mark.parametrize(("call", "message"), CALLS, ids=[message for _, message in CALLS])
-def test_a_call_says_what_is_wrong(call, message):
-    with pytest.raises((package.TreeattnError, TypeError), match=message) as told:
-        call()
-    assert len(str(told.value).splitlines()) == 1
-
-
 #: What every rank of it should print is the mean of all ranks' numbers.
 PROGRAM = """
 import os, sys
 import numpy as np
 import treeattn
-if os.environ.get("GROUP"):
-    import torch.distributed
-    torch.distributed.init_process_group("gloo")
-names = "RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK"
+names = "PMI_RANK", "OMPI_COMM_WORLD_RANK"
 rank = np.float32(next((os.environ[name] for name in names if name in os.environ), 0))
 q, k = np.zeros((1, 1, 1, 8), np.float32), np.zeros((1, 3, 1, 8), np.float32)
 out, lse = treeattn.decode(q, k, k + rank, scheme=(sys.argv[1:] or [None])[0])
@@ -231,17 +193,14 @@ ELSEWHERE = "{mpiexec} -n 2 env -i PATH={path} PYTHONPATH={root} {python} {progr
 # As rootless containers have it: out of a user namespace no environment can be read.
 ROOTLESS = ELSEWHERE.replace("env -i", "unshare --user --map-root-user env -i")
 TWO = "{mpiexec} -n 1 {python} {program} ring : -n 1 {python} {program} chain"
-TORCHRUN = "{python} -m torch.distributed.run --standalone --nproc-per-node 2 {program}"
 SLURM = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
 OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}
-#: A start, its words, its variables -> the number of each rank, or a sentence.
+#: A start, its words, its variables -> the number of each rank, or a sentence; test_torchrun.py has its own.
 LAUNCHES = [
     ("mpiexec", "{mpiexec} -n 2 {python} -m mpi4py {program}", {}, [0.5, 0.5]),
     ("mpiexec without -m mpi4py", MPIEXEC, {}, [0.5, 0.5]),
     ("no launcher", ALONE, {}, [0.0]),
     ("sbatch without srun", ALONE, SLURM, [0.0]),
-    ("torchrun", TORCHRUN, {"GROUP": "1"}, [0.5, 0.5]),
-    ("torchrun without a group", TORCHRUN, {}, "call torch.distributed.init_process_group first"),
     ("srun without a plug-in", ALONE, SLURM | {"SLURM_STEP_NUM_TASKS": "4"}, "srun --mpi=pmi2 for MPICH"),
     ("mpirun of another MPI", ALONE, OPEN_MPI, "the launcher started 2 processes"),
     ("an environment that does not arrive", ELSEWHERE, {}, "one of 2 processes"),
@@ -256,15 +215,13 @@ LAUNCHES = [
 )
 def test_a_start_of_which_a_piece_is_forgotten(start, words, variables, told, tmp_path):
     """It ends with a sentence, or every rank prints the right number."""
-    if "torch" in start:
-        pytest.importorskip("torch")
     if "unshare" in words and subprocess.run(["unshare", "--user", "true"], check=False).returncode:
         pytest.skip("this system gives users no namespaces")
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     given = {"python": sys.executable, "mpiexec": mpiexec(), "program": program, "root": ROOT}
     words = words.format(**given, path=os.environ["PATH"]).split()
-    settings = {**SETTINGS, "PYTHONPATH": str(ROOT), **variables}
+    settings = {"PYTHONPATH": str(ROOT), **variables}
     done = run("-c", "import os, sys; os.execvp(sys.argv[1], sys.argv[1:])", *words, code=None, **settings)
     assert (done.returncode == 0) == isinstance(told, list), done.stderr
     if isinstance(told, list):

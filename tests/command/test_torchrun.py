@@ -37,7 +37,9 @@ def command(*words, shell=(), code=0):
     return run(*launcher, *shell, sys.executable, "-m", "treeattn", *words, code=code, **SETTINGS)
 
 
-@pytest.mark.parametrize("shell", [(), ("sh", "-c", '"$@"; exit $?', "sh")], ids=["alone", "below a shell"])
+@pytest.mark.parametrize(
+    "shell", [pytest.param((), marks=pytest.mark.deep, id="alone"), ("sh", "-c", '"$@"; exit $?', "sh")]
+)
 def test_a_command_makes_the_group_itself_and_prints_once(shell):
     done = command("decode", ROOT / "tests/data/smollm2_layer17_4096.safetensors", shell=shell)
     assert done.stdout.count("2 ranks on 1 node") == 1

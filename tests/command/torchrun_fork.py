@@ -7,6 +7,7 @@ from tests.support.torchrun import without_mpi
 from treeattn.mpi import communicators
 
 dist.init_process_group("gloo")
+forked.before_any_call()
 forked.check(communicators.intracomm(dist.new_group()), dist.group.WORLD)
 without_mpi()
 dist.destroy_process_group()

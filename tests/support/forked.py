@@ -27,6 +27,12 @@ def _refused(call):
     return False
 
 
+def before_any_call():
+    """In a process that has called nothing yet: a child that it forks now is refused, and it is not."""
+    in_a_fork(VERBS[treeattn.decode])
+    assert VERBS[treeattn.decode]()[0].mean() == 1
+
+
 def check(comm, world):
     """world: that of the job, which ``comm=None`` means."""
     check_complete()
