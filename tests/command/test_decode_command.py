@@ -6,7 +6,6 @@ import os
 import struct
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -102,12 +101,8 @@ BAD_FILES = {
     "a folder": Path,
     "no k": {"k": None},
     "k and v disagree": {"v": np.ones((1, 5, 2, 16), np.float32)},
-    "float8": {"k": np.ones((1, 6, 2, 16), ml_dtypes.float8_e4m3fn)},
-    "integers": {"k": np.ones((1, 6, 2, 16), np.int32)},
     "mixed dtypes": {"k": np.ones((1, 6, 2, 16), np.float16)},
     "heads": {"q": np.ones((1, 1, 3, 16), np.float32)},
-    "head_dim": {name: np.ones((1, 1, 2, 12), np.float32) for name in "qkv"},
-    "huge head_dim": {name: np.ones((1, 1, 2, 584), np.float32) for name in "qkv"},
     "three axes": {"q": np.ones((1, 4, 16), np.float32)},
     "lengths": {"lengths": np.array([7])},
     "scale": {"scale": "a half"},
