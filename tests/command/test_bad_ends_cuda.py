@@ -50,6 +50,27 @@ except treeattn.StateError as error:
 """
 CLOSED_SAYS = "the decoder of this captured step is closed"
 
+# A prompt that is dealt out, whose blocks travel by NCCL: what waits for them is torch.
+PROMPT = """
+import time
+import pytest
+from tests.support import cuda_tensors, fake_nccl, nccl, tiny_models
+from treeattn import huggingface
+from treeattn.mpi import communicators
+def fail(*_):
+    raise ZeroDivisionError
+comm, model = communicators.world(), tiny_models.wide("Llama", "treeattn", num_hidden_layers=2)
+cache = huggingface.ShardedKV(model.config, comm, capacity=64)
+if comm.rank == 1:
+    model.model.layers[1].register_forward_pre_hook(fail)
+fake_nccl.connected_by(pytest.MonkeyPatch(), nccl.NcclOverMpi)
+with cuda_tensors.models_on_gpu(comm.rank):
+    try:
+        huggingface.prefill(model, tiny_models.prompt(), cache)
+    except ZeroDivisionError:
+        time.sleep(300)
+"""
+
 
 @pytest.mark.parametrize(
     ("program", "limit", "code", "says"),
@@ -66,3 +87,11 @@ def test_how_a_job_ends(program, limit, code, says):
     done = run("-m", "mpi4py", "-c", BEGIN + program, ranks=2, code=None, **settings)
     assert done.returncode == code, done.stderr
     assert re.search(says, done.stderr, re.MULTILINE), done.stderr
+
+
+def test_a_rank_that_fails_within_a_prompt():
+    pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
+    settings = {"OMP_NUM_THREADS": "1", "TREEATTN_TIMEOUT": "3"}
+    done = run("-m", "mpi4py", "-c", PROMPT, ranks=2, code=124, **settings)
+    says = "treeattn: rank 0: a step of the model, queued to a GPU: 3 s without the other ranks"
+    assert says in done.stderr

@@ -9,7 +9,7 @@ torch = pytest.importorskip("torch", reason="not installed (the extra `huggingfa
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
-from tests.support.tiny_models import assert_close, logits_of, made, padded, prompt  # noqa: E402
+from tests.support.tiny_models import assert_close, made, padded, prompt  # noqa: E402
 from treeattn import huggingface  # noqa: E402
 from treeattn.errors import ArgumentError, StateError  # noqa: E402
 
@@ -117,18 +117,20 @@ def test_ranks_that_would_part_go_on_with_rank_0(comm, way):
     assert model.generate(ids, cache=cache, **given).tolist() == wanted.tolist()
 
 
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
 @pytest.mark.parametrize("given", [{"max_new_tokens": 6}, {"num_beams": 2, "max_new_tokens": 1}])
-def test_ranks_that_draw_otherwise_are_told(comm, monkeypatch, given):
-    """Of the same scores, whose probabilities may differ in a last bit: at the next token, or at the end."""
+def test_ranks_that_draw_otherwise_are_told(comm, monkeypatch, family, given):
+    """Of the same scores, whose probabilities may differ in a last bit: before the cache has such a token, or
+    at the end; also of windows alone, which send nothing."""
     if comm.size == 1:
         pytest.skip("one rank has nobody to differ from")
-    model, draw = made("Llama", "treeattn"), torch.multinomial
+    model, draw = made(family, "treeattn"), torch.multinomial
     if comm.rank:
         monkeypatch.setattr(torch, "multinomial", lambda *given, **named: (draw(*given, **named) + 1) % 97)
     cache = huggingface.ShardedKV(model.config, comm, capacity=64)
-    match = "ids differs between ranks" if "num_beams" in given else "ranks were given different tokens"
-    with pytest.raises(ArgumentError, match=match):
+    with pytest.raises(ArgumentError, match="ids differs between ranks"):
         model.generate(prompt(2), past_key_values=cache, do_sample=True, **given)
+    assert cache.get_seq_length() == 30
     cache.reset()
     with pytest.raises(StateError, match="is at another call: .*; this is rank .*, at "):
         model.generate(prompt(), cache=cache, do_sample=False, max_new_tokens=4 if comm.rank else 5)
@@ -158,21 +160,6 @@ def test_a_loop_of_ones_own_agrees_or_is_told(comm):
         cache.reset()
         with pytest.raises(ArgumentError, match="max_time: ranks would stop at different tokens"):
             model.generate(ids, past_key_values=cache, max_time=9.0, max_new_tokens=4)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_16_bits_are_as_near_as_eager(comm, dtype):
-    def dynamic(model):
-        return transformers.DynamicCache(config=model.config)
-
-    exact = made("GPT-OSS")
-    wanted = logits_of(exact, prompt(), dynamic(exact))
-    model = made("GPT-OSS", dtype=getattr(torch, dtype))
-    eager = logits_of(model, prompt(), dynamic(model))
-    model.set_attn_implementation("treeattn")
-    got = logits_of(model, prompt(), huggingface.ShardedKV(model.config, comm, capacity=64))
-    errors = [(logits.float() - wanted).abs().max().item() for logits in (eager, got)]
-    assert errors[1] <= 1.5 * errors[0]
 
 
 @pytest.mark.deep

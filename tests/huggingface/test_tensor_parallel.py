@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
-pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
+torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
 
-from tests.support.sharded_models import check_tensor_parallel
+from tests.support.sharded_models import check_tensor_parallel  # noqa: E402
+from tests.support.tiny_models import made, prompt, tensor_parallel  # noqa: E402
+from treeattn.errors import ArgumentError  # noqa: E402
+from treeattn.huggingface import ShardedKV  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
 
@@ -18,3 +21,21 @@ def test_each_rank_has_its_heads_of_the_weights_and_its_tokens_of_the_cache(comm
     if comm.size != 2:
         pytest.skip("the models have two heads of keys")
     check_tensor_parallel(comm, family, comm.bcast(str(tmp_path)), scheme)
+
+
+@pytest.mark.usefixtures("group")
+def test_ranks_that_draw_otherwise_are_told(comm, tmp_path, monkeypatch):
+    """Before the weights of all mix what they drew; keys of parts of the heads cannot tell."""
+    if comm.size != 2:
+        pytest.skip("the models have two heads of keys")
+    folder, draw = comm.bcast(str(tmp_path)), torch.multinomial
+    if comm.rank == 0:
+        made("Llama").save_pretrained(folder)
+    comm.barrier()
+    model = tensor_parallel(folder)
+    if comm.rank:
+        monkeypatch.setattr(torch, "multinomial", lambda *given, **named: (draw(*given, **named) + 1) % 97)
+    cache = ShardedKV(model.config, comm, capacity=64)
+    with pytest.raises(ArgumentError, match="ids differs between ranks"):
+        model.generate(prompt(2), cache=cache, do_sample=True, max_new_tokens=6)
+    assert cache.get_seq_length() == 30

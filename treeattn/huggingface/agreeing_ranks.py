@@ -12,6 +12,7 @@ import torch
 from transformers.generation import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
 from treeattn.errors import ArgumentError
+from treeattn.huggingface.layers import updated
 from treeattn.huggingface.tensors import digest
 from treeattn.mpi.communicators import Agreement
 
@@ -53,13 +54,30 @@ def let_generate_agree(caches: type[Any]) -> None:
             cache.origin.begin(cache, model, *_text(cache, model, bound.arguments))
             others = bound.arguments.get("logits_processor") or ()
             bound.arguments["logits_processor"] = LogitsProcessorList([*others, AgreeingRanks(cache)])
-            found = generate(*bound.args, **bound.kwargs)
-            if cache.comm.size > 1:
-                with Agreement(cache.comm, "the end of generate()") as agreed:
-                    agreed.must_match = {"ids": digest(getattr(found, "sequences", found))}
+            stepping = functools.partial(_before_a_step, cache)
+            with model.register_forward_pre_hook(stepping, with_kwargs=True):
+                found = generate(*bound.args, **bound.kwargs)
+            _agree(cache.comm, "the end of generate()", getattr(found, "sequences", found))
         return found
 
     GenerationMixin.generate = agreeing
+
+
+def _before_a_step(cache: Any, _: Any, __: Any, given: dict[str, Any]) -> None:
+    """Raise `ArgumentError` on all ranks unless the model goes on with the same ids on all. Another call of
+    it, which a processor makes with a cache of its own, is its own affair."""
+    own = any(one is cache for one in given.values())
+    updated().stepping = cache if own else None
+    if own:
+        ids = given.get("input_ids")
+        _agree(cache.comm, "a step of generate()", ids)
+        cache.ids_agreed = ids is not None
+
+
+def _agree(comm: Any, call: str, ids: torch.Tensor | None) -> None:
+    if comm.size > 1:
+        with Agreement(comm, call) as agreed:
+            agreed.must_match = {"ids": None if ids is None else digest(ids)}
 
 
 def _text(cache: Any, model: Any, given: dict[str, Any]) -> tuple[Any, Any]:
@@ -103,23 +121,21 @@ def follow_rank_0(comm: Any, device: torch.device, given: Any = None) -> Any:
     return given
 
 
-#: Values of the keys that are compared, evenly spaced.
-_VALUES = 512
+#: Tokens whose keys are compared, evenly spaced, and channels of their first head.
+_TOKENS, _CHANNELS = 64, 8
 
 
 def check_same_tokens(comm: Any, key: torch.Tensor, begins: Any) -> None:
     """Raise `ArgumentError` on every rank unless all have the same new keys and padding. Collective.
 
     key [batch, kv_heads, tokens, dim], begins [batch] or None. Keys are equal within the square root of the
-    precision of their type, since unequal processors round otherwise. Compared are a few of them: prompts of
-    many tokens that differ in a few alone may pass.
+    precision of their type, since unequal processors round otherwise. Compared are a few tokens: long prompts
+    that differ in others alone may pass.
     """
-    rows = key.detach().transpose(1, 2)
-    places = np.linspace(0, rows.numel() - 1, min(_VALUES, rows.numel())).astype(int)
-    chosen = tuple(torch.from_numpy(place).to(rows.device) for place in np.unravel_index(places, rows.shape))
+    some = key.detach()[:, 0, :: -(-key.shape[2] // _TOKENS), :_CHANNELS]
     with Agreement(comm, "a step of the model") as agreed:
-        values = rows[chosen].double().cpu().numpy()
-        agreed.share = tuple(rows.shape), None if begins is None else begins.tolist(), values
+        begin = None if begins is None else begins.tolist()
+        agreed.share = tuple(key.shape), begin, some.double().cpu().numpy()
     (*alike, first), near = agreed.gathered[0], torch.finfo(key.dtype).eps ** 0.5
     floor = near * float(np.median(np.abs(first)))
     for rank, (*others, values) in enumerate(agreed.gathered):

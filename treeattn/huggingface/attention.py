@@ -83,6 +83,7 @@ def attention(
         own, end = layer, layer.slots
         new = _is_new(layer, module, layer is waited)
     if cache is not None and cache.dealt is not None:
+        cache.expect_others(query.device)
         with torchs_stream(query.device):
             return cache.dealt.attend(own, query, key, value, s_aux, scoring, new, latents), None
     if own is None and keys != key.shape[2] and not torch.compiler.is_compiling():

@@ -24,6 +24,7 @@ from treeattn.backends.device import find
 from treeattn.cache import ShardedCache
 from treeattn.cache.sharded import CacheLayer
 from treeattn.cache_nodes import CacheNodes, connect
+from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder import Reduction
 from treeattn.errors import ArgumentError, StateError
@@ -139,6 +140,9 @@ class ShardedKV(Cache):
         self.owner = Owner("this cache")
         self.device = torch.device("cpu")  # where its arrays lie
         self.waiting: FullAttentionLayer | None = None  # whose new tokens nothing attended to yet
+        self._waits = watchdog.Guarded("a step of the model, queued to a GPU", "the other ranks")
+        self._watched = False  # within a call that ends what it begins
+        self.ids_agreed = False  # whether all ranks are known to have the ids of this step
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
         self._shards: dict[Any, Iterator[CacheLayer] | Iterator[RemoteLayer]] = {}
         follow_rank_0(self.comm, torch.device("cpu"))
@@ -179,10 +183,11 @@ class ShardedKV(Cache):
         self, layer: FullAttentionLayer, key: torch.Tensor, begins: Any, at: int, new: Any
     ) -> None:
         """Once for a step, of its first layer: raise `ArgumentError` unless rows begin where those of the
-        cache do and, where keys are `new`, all ranks were given the same. Collective."""
+        cache do and all ranks were given the same, which `new` keys show where nobody compared ids.
+        Collective."""
         if layer is not self.first_full:
             return
-        if new and self.comm.size > 1:
+        if new and self.comm.size > 1 and not self.ids_agreed:
             check_same_tokens(self.comm, key, begins)
         self.origin.check_padding(begins, at, len(key))
 
@@ -196,7 +201,19 @@ class ShardedKV(Cache):
     def during(self) -> Iterator[None]:
         """Use the cache for one whole call: afterwards another thread may have it."""
         with self.owner.during(), self.comm.owner.during():
-            yield
+            self._watched = True
+            try:
+                yield
+            finally:
+                self._watched = self.ids_agreed = False
+                self._waits.__exit__()
+                updated().stepping = None
+
+    def expect_others(self, device: torch.device) -> None:
+        """What was queued to a GPU waits for other ranks, and torch for it, where nothing gives up: watched
+        from here on, in a call of `during`, until all have met again."""
+        if self._watched and device.type == "cuda" and self.comm.size > 1:
+            self._waits.__enter__()
 
     def _layer(self, kind: str, heads: int | None, given: dict[str, Any]) -> Any:
         if kind in _ATTENTION:
@@ -232,7 +249,9 @@ class ShardedKV(Cache):
         """The scores of rank 0 on every rank, and from now on its random numbers, so that all go on alike:
         `generate()` asks by itself, a loop of one's own before it chooses a token. Collective."""
         mine = scores.detach().float().cpu().numpy() if self.comm.rank == 0 else None
-        return torch.from_numpy(follow_rank_0(self.comm, scores.device, mine)).to(scores)
+        agreed = follow_rank_0(self.comm, scores.device, mine)
+        self._waits.__exit__()
+        return torch.from_numpy(agreed).to(scores)
 
     def save(self, directory: str | Path, *, unchecked: bool = False) -> None:
         """Write all tokens into a directory that all ranks share, as `ShardedCache.save`: a prompt that was

@@ -29,9 +29,11 @@ _HALF_FILLED = "the cache was left half filled by a call that failed: cache.rese
 
 
 class _Updated:
-    """The layer that was given new tokens last, until something attends."""
+    """The layer that was given new tokens last, until something attends; and the cache with which generate()
+    has called its model."""
 
     layer: FullAttentionLayer | None = None
+    stepping: ShardedKV | None = None
 
 
 class _UpdatedHere(threading.local, _Updated):
@@ -174,6 +176,7 @@ class FullAttentionLayer(CacheLayerMixin):
             self.append(*new)
         stands, shard, cache = range(at, at + q.shape[1]), cast("CacheLayer", self.shard), self.cache
         v = shard.k[..., : self.rank] if self.rank else shard.v
+        cache.expect_others(q.device)
         attend = cache.plans(by_heads).attend
         out, lse = attend(q, shard.k, v, stands, scoring, shard.lengths, begins)
         if by_heads and out.shape[2] == q.shape[2]:  # the scheme has left all of them

@@ -12,6 +12,7 @@ import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from treeattn.errors import ArgumentError, StateError
+from treeattn.huggingface.layers import updated
 from treeattn.huggingface.tensors import NO_GRAPH
 
 #: Slots that are looked at at once.
@@ -83,15 +84,21 @@ def mask(
             raise ArgumentError("a mask of the model's own cannot be looked at in a compiled model")
         if not torch.compiler.is_compiling():
             first = q_length - 1 if plain else 0
-            how = {"mask_function": mask_function, "use_vmap": use_vmap, "device": device}
+            how = {"mask_function": mask_function, "use_vmap": use_vmap, "device": "cpu" if plain else device}
             _check(batch_size, first, q_length, q_offset, local_size, how)
     if attention_mask is None:
         if torch.compiler.is_compiling() and not local_size:
             return None
         begins = torch.zeros(batch_size, dtype=torch.int64)
+    elif torch.compiler.is_compiling():
+        begins = torch.ops.treeattn.begins(attention_mask, q_offset + q_length, kv_offset)
     else:
-        counted = torch.ops.treeattn.begins if torch.compiler.is_compiling() else _begins
-        begins = counted(attention_mask, q_offset + q_length, kv_offset)
+        cache = updated().stepping
+        known = cache.origin.known_begins(q_offset) if cache and cache.config is config else None
+        if known is None:
+            begins = _begins(attention_mask, q_offset + q_length, kv_offset)
+        else:
+            begins = (known - kv_offset).clamp(min=0)
     return Mask(begins, local_size, kv_length)
 
 

@@ -91,7 +91,7 @@ class Plans:
 
     def _decoder(self, q: Any, k: Any, v: Any, scoring: Scoring, causal: bool) -> Decoder:
         batch, queries, heads, head_dim = q.shape
-        kind = (batch, heads, head_dim, k.shape[2], v.shape[3], q.dtype, causal, *scoring)
+        kind = (batch, heads, head_dim, k.shape[2], v.shape[3], q.dtype, q.device, causal, *scoring)
         planned = self._decoders.setdefault(kind, {})
         decoder = planned.get(queries) if queries == 1 else planned.pop(queries, None)
         if decoder is None:
