@@ -51,21 +51,15 @@ def attention(
     """
     last = updated()
     given, last.layer = last.layer, None
-    layer, waited, latents = getattr(key, "treeattn", None), None, None
-    if given is not None and isinstance(attention_mask, Mask) and not torch.compiler.is_compiling():
-        dealt = given.cache.dealt
-        if attention_mask.keys != given.slots - (dealt.tokens - given.new if dealt else 0):
-            given = None  # of a call that failed: this one has another cache
+    layer, latents = getattr(key, "treeattn", None), None
     cache = getattr(layer or given, "cache", None)
-    if cache is not None:
-        waited, cache.waiting = cache.waiting, None
     _refuse(module, attention_mask, dropout, others)
     begins, keys = None, key.shape[2]
     if attention_mask is not None:
         begins, keys = attention_mask.begins, attention_mask.keys
         sliding_window = sliding_window or attention_mask.window
     if layer is None and hasattr(module, "expand_kv"):  # it caches latents, and made key and value of them
-        layer = given if given and given.new == key.shape[2] else None
+        layer = given
         latents = latent.of(module, layer, query, key, value) if layer else None
     if layer is None and given is not None:
         raise StateError(NOT_ATTENDED)
@@ -81,7 +75,7 @@ def attention(
             layer.cache.origin.check_padding(begins.cpu().numpy(), at, len(begins), gone)
     elif layer is not None:
         own, end = layer, layer.slots
-        new = _is_new(layer, module, layer is waited)
+        new = _is_new(layer, module, layer is given)
     if cache is not None and cache.dealt is not None:
         cache.expect_others(query.device)
         with torchs_stream(query.device):

@@ -139,7 +139,6 @@ class ShardedKV(Cache):
         self._plans = tuple(plans.of(self.comm, how) for how in (reduction, by_heads))
         self.owner = Owner("this cache")
         self.device = torch.device("cpu")  # where its arrays lie
-        self.waiting: FullAttentionLayer | None = None  # whose new tokens nothing attended to yet
         self._waits = watchdog.Guarded("a step of the model, queued to a GPU", "the other ranks")
         self._watched = False  # within a call that ends what it begins
         self.ids_agreed = False  # whether all ranks are known to have the ids of this step
@@ -176,7 +175,7 @@ class ShardedKV(Cache):
 
     def check_attended(self) -> None:
         """Raise `StateError` where a layer was given tokens and nothing attended to them."""
-        if self.waiting is not None:
+        if getattr(updated().layer, "cache", None) is self:
             raise StateError(NOT_ATTENDED)
 
     def check_step(
@@ -287,7 +286,7 @@ class ShardedKV(Cache):
     def reset(self) -> None:
         """Forget all tokens."""
         self.owner.check()
-        updated().layer = self.waiting = None
+        updated().layer = None
         self.origin = Origin()
         full = [layer for layer in self.layers if isinstance(layer, FullAttentionLayer)]
         if any(layer.held != full[0].held for layer in full):  # some have their shards of a kind, some not

@@ -29,8 +29,8 @@ _HALF_FILLED = "the cache was left half filled by a call that failed: cache.rese
 
 
 class _Updated:
-    """The layer that was given new tokens last, until something attends; and the cache with which generate()
-    has called its model."""
+    """The layer that was given new tokens last, until something attends or another call begins; and the cache
+    with which generate() has called its model."""
 
     layer: FullAttentionLayer | None = None
     stepping: ShardedKV | None = None
@@ -75,7 +75,7 @@ class FullAttentionLayer(CacheLayerMixin):
         self.cache, self.heads = cache, heads
         self.shard = cast("CacheLayer | RemoteLayer | None", None)
         self._kind = cast("tuple[Any, ...]", ())
-        self.slots = self.held = self.new = 0  # told of, and appended; told of last
+        self.slots = self.held = 0  # told of, and appended
         self.module = cast("Any", None)  # whose new tokens were appended last
         self.given = cast("tuple[torch.Tensor, ...]", ())  # latents that `update` was given last
         self.alike = 1  # layers of the cache whose keys have such heads
@@ -93,13 +93,12 @@ class FullAttentionLayer(CacheLayerMixin):
         of which the model makes keys first, cannot say whose they are."""
         cache = self.cache
         cache.check_attended()
-        self.new = key_states.shape[2]
-        tokens = self.new if cache.dealt is None else cache.dealt.tokens
+        tokens = key_states.shape[2] if cache.dealt is None else cache.dealt.tokens
         if not torch.compiler.is_compiling():
             self.check_whole(tokens)
             if cache.latent:
                 self.given = key_states, value_states
-        cache.waiting = updated().layer = self
+        updated().layer = self
         self.is_initialized = True
         self.slots += tokens
         return key_states if cache.latent else carrying(self, key_states), value_states

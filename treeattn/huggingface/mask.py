@@ -69,6 +69,8 @@ def mask(
     Raises `ArgumentError` for a pattern that is neither causal nor a causal window, for padding on the right,
     and for a cache with room that is not filled.
     """
+    if not torch.compiler.is_compiling():
+        updated().layer = None  # of a call that failed
     again = isinstance(attention_mask, Mask)
     if again or isinstance(q_offset, torch.Tensor) or kv_offset + kv_length != q_offset + q_length:
         raise ArgumentError(
