@@ -5,6 +5,9 @@ No time is taken here: these are the results in docs/results. New ones may want 
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
 from treeattn.collectives import names
@@ -67,3 +70,18 @@ def test_one_machine(fill_tables):
     of = Measured(fill_tables.summaries("compare_4.jsonl"))
     assert of.ahead(SUM) == set(names("schedule")) | {"head_all_to_all"}
     assert of.behind(SUM) == {"mpi_allreduce", "two_allreduce", "three_allreduce"}
+
+
+def test_attention_on_each_processor(fill_tables):
+    """Every row of that table: the processor, the build and the percents are those of its file."""
+    page = (fill_tables.DOCS / "measured.md").read_text()
+    shown = re.findall(r"^\| (\w+) .+\| (\w+) \| (\w+\.json) \| (.+) \| (.+) \|$", page, re.MULTILINE)
+    assert len(shown) == 3
+    for maker, isa, file, *percents in shown:
+        found = json.loads((fill_tables.RESULTS / file).read_text())
+        builds = [one["roofline"] for one in found["results"]] if "results" in found else [found]
+        rows = next(one for one in builds if one["isa"] == isa)["rows"]
+        assert maker in found.get("machine", found)["cpu"]
+        for group, shares in zip((1, 4), percents, strict=True):
+            of = {row["dtype"]: row["percent_of_bound"] for row in rows if row["group"] == group}
+            assert shares == "/".join(f"{of[name]:.0f}" for name in ("float32", "bfloat16", "float16"))
