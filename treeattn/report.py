@@ -191,6 +191,11 @@ def ratio(value: float) -> str:
     return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
+def between(low: float | None, high: float | None, form: Callable[[float], str]) -> str | None:
+    """Format an interval, where there is one."""
+    return None if low is None or high is None else f"{form(low)} to {form(high)}"
+
+
 def count(value: float | str) -> str:
     """Format how many there are; words stay as they are."""
     return value if isinstance(value, str) else f"{value:,.0f}"

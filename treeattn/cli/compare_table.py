@@ -9,7 +9,7 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
-from treeattn.report import Column, Report, count, identical, microseconds, ratio
+from treeattn.report import Column, Report, between, count, identical, microseconds, ratio
 from treeattn.study.compare.rows import ENOUGH, SUM, Key
 from treeattn.study.compare.summary import Summary, fewest
 from treeattn.study.why import equal_messages, headline
@@ -35,11 +35,6 @@ COLUMNS: list[Column[Summary]] = [
                    "busiest_bytes")),
     Column("error\nof out", "error_out", ".1e", wide=True),
 ]  # fmt: skip
-
-
-def between(low: float | None, high: float | None, form: Any) -> str | None:
-    """An interval in words, where there is one."""
-    return None if low is None or high is None else f"{form(low)} to {form(high)}"
 
 
 def headlines(summaries: Sequence[Summary]) -> dict[str, str]:

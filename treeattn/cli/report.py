@@ -67,14 +67,9 @@ def command(files: tuple[Path, ...], baseline: str | None, cluster: str | None, 
     page = extra("jinja2").Environment(
         loader=extra("jinja2").PackageLoader("treeattn.study", "."), autoescape=True, trim_blocks=True
     )
-    again = [
-        "treeattn",
-        "report",
-        *(path.name if path.is_absolute() else str(path) for path in files),
-        "--out",
-        "report.html",
-        *(["--cluster", cluster or os.environ[topology.PRESET]] if named else []),
-    ]
+    names = (path.name if path.is_absolute() else str(path) for path in files)
+    again = ["treeattn", "report", *names, "--out", "report.html"]
+    again += ["--cluster", cluster or os.environ[topology.PRESET]] if named else []
     again += ["--baseline", baseline] if baseline else []
     written = page.get_template("report.html").render(
         cases=cases,
@@ -170,12 +165,8 @@ def _simulated(
 def _like(places: topology.Topology) -> description.Cluster:
     """A cluster of such nodes by prices of another."""
     known = description.load(_PRICES)
-    joins = max(map(len, places.nodes)), len(places.nodes)
-    ranks = (
-        f"{joins[1]} x {joins[0]}"
-        if joins[0] * joins[1] == len(places.ranks)
-        else " + ".join(str(len(node)) for node in places.nodes)
-    )
+    joins, sizes = (max(map(len, places.nodes)), len(places.nodes)), set(map(len, places.nodes))
+    ranks = f"{joins[1]} x {joins[0]}" if len(sizes) == 1 else " + ".join(str(len(n)) for n in places.nodes)
     tiers = [structs.replace(tier, joins=count) for tier, count in zip(known.tiers, joins, strict=False)]
     return structs.replace(
         known,

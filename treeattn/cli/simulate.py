@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import click
 from msgspec import structs
@@ -24,7 +25,7 @@ from treeattn.collectives.clusters.simulate import Simulation, simulate
 from treeattn.collectives.schedule import Payload, Result
 from treeattn.errors import ArgumentError, RestrictionError
 from treeattn.mpi.topology import needed
-from treeattn.report import Column, Progress, Report, count, microseconds
+from treeattn.report import Column, Progress, Report, between, count, microseconds, ratio
 from treeattn.selection import select
 from treeattn.study import intervals
 from treeattn.study.decode_step import StepShape, attention_cost, kv_ring_cost, query_ring_exchange
@@ -126,7 +127,8 @@ def command(
             rows.append(SimulatedRow(name, where, one, step, drawn))
     rows = _estimated(rows)
     facts = [_facts(row, sizes.payload, several="," in placements) for row in rows]
-    time = f"{microseconds(rows[0].estimate.time)} µs ({rows[0].estimate.interval})"
+    sure = rows[0].estimate
+    time = f"{microseconds(sure.time)} µs ({between(sure.low, sure.high, microseconds)})"
     said = headline(str(facts[0]["label"]), time, facts, rows[0].simulation.schedule.result == "scattered")
     made = Report({
         "cluster": named.cluster.name,
@@ -236,17 +238,26 @@ def placed(cluster: Cluster, ranks: int, where: str) -> Placement:
     return places
 
 
+def estimated(of: Callable[[Any], Estimate]) -> list[Column[Any]]:
+    """Columns of the estimate of a row: microseconds, and the ratio to the fastest."""
+
+    def ends(row: Any) -> str | None:
+        return None if of(row).is_baseline else between(of(row).ratio_low, of(row).ratio_high, ratio)
+
+    return [
+        Column("µs", lambda row: of(row).time, microseconds),
+        Column("95 %", lambda row: between(of(row).low, of(row).high, microseconds)),
+        Column("ratio", lambda row: of(row).ratio, ratio),
+        Column("95 %", ends),
+    ]
+
+
 def _show(made: Report, rows: list[SimulatedRow], late: Arrivals, same: str | None) -> None:
     fastest = rows[0]
     columns: list[Column[SimulatedRow]] = [Column("scheme", words=True)]
     if len({row.placement for row in rows}) > 1:
         columns.append(Column("placement", words=True))
-    columns += [
-        Column("µs", lambda row: row.estimate.time, microseconds),
-        Column("95 %", lambda row: row.estimate.interval),
-        Column("ratio", lambda row: row.estimate.ratio, ".2f"),
-        Column("95 %", lambda row: row.estimate.ratio_interval),
-    ]
+    columns += estimated(attrgetter("estimate"))
     if fastest.step is None:
         columns.append(Column("NIC", lambda row: row.simulation.max_nic_bytes, count))
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from operator import itemgetter
 from typing import Any
 
 import click
@@ -11,7 +12,7 @@ from msgspec import structs
 
 from treeattn.cli import options
 from treeattn.cli.options import Output, Sizes
-from treeattn.cli.simulate import placed
+from treeattn.cli.simulate import estimated, placed
 from treeattn.collectives.clusters.bound import lower_bound
 from treeattn.collectives.clusters.synthesis import Machine, Priced, front, search
 from treeattn.errors import ArgumentError
@@ -56,8 +57,8 @@ def command(
     executors, runs = named.cluster.executors, named.cluster.executor_for(machine.places, executor)
     floor = lower_bound(named.cluster, machine.places, sizes.payload.bytes, executors[runs])
     output.write((replace(best[0].schedule, name="tuned").to_json() + "\n").encode())
-    estimated = estimates(named.cluster, [one.cost for one in everything])
-    sure = {one.name: estimate for one, estimate in zip(everything, estimated, strict=True)}
+    found = estimates(named.cluster, [one.cost for one in everything])
+    sure = {one.name: estimate for one, estimate in zip(everything, found, strict=True)}
     share = sum(time for (_, assumed), time in best[0].cost.by_price.items() if assumed) / best[0].time
     made = Report({
         "cluster": named.cluster.name,
@@ -79,10 +80,7 @@ def command(
     made.line(f"simulated: {ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each; run by {runs}")
     made.table([{**_facts(one, sure[one.name]), "sure": sure[one.name]} for one in best], [
         Column("schedule", words=True),
-        Column("µs", "microseconds", microseconds),
-        Column("95 %", lambda row: row["sure"].interval),
-        Column("ratio", lambda row: row["sure"].ratio, ".2f"),
-        Column("95 %", lambda row: row["sure"].ratio_interval),
+        *estimated(itemgetter("sure")),
         Column("x floor", lambda row: row["microseconds"] / floor, ".2f", wide=True),
         Column("NIC", "busiest_card_bytes", count),
         Column("bits", lambda row: "always" if row["determinism"] == "A" else "in order"),

@@ -67,16 +67,6 @@ class Estimate(msgspec.Struct, frozen=True):
         """Whether it cannot be told apart from it."""
         return self.ratio_low <= 1 <= self.ratio_high
 
-    @property
-    def interval(self) -> str:
-        """The interval in words, in microseconds."""
-        return f"{_short(self.low)} to {_short(self.high)}"
-
-    @property
-    def ratio_interval(self) -> str | None:
-        """The interval of the ratio in words; None for the baseline itself."""
-        return None if self.is_baseline else f"{self.ratio_low:.2f} to {self.ratio_high:.2f}"
-
 
 UNKNOWN = Estimate(math.nan, math.nan, math.nan, math.nan, math.nan, math.nan)
 
@@ -134,9 +124,3 @@ def words(cluster: Cluster, of: Iterable[tuple[str, Estimate]] = ()) -> str:
         f"{text}what this model misses of published runs that it knew nothing of: half are off by "
         f"{BLIND.median:.0%}, one in ten by more than {BLIND.p90:.0%} (docs/predicted.md){decided}"
     )
-
-
-def _short(value: float) -> str:
-    """A number with three digits."""
-    digits = max(0, 2 - math.floor(math.log10(max(value, 0.01))))
-    return f"{value:,.{digits}f}"

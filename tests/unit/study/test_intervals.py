@@ -49,7 +49,7 @@ def test_prices_that_are_known_leave_nothing_open():
     assert isclose(first.low, first.high, rel_tol=1e-9)
     assert (second.ratio_low, second.ratio_high) == (pytest.approx(2, rel=1e-3), pytest.approx(2, rel=1e-3))
     assert not second.like_the_baseline
-    assert first.ratio_interval is None
+    assert first.is_baseline
 
 
 def test_a_price_that_all_pay_widens_times_and_no_ratio():
