@@ -142,7 +142,7 @@ class Progress:
     As a context manager it repeats the last text while nothing else is said: of one long computation, too.
     """
 
-    def __init__(self, shown: bool = True, first: float = 3.0, every: float = 10.0) -> None:
+    def __init__(self, shown: bool = True, first: float = 2.0, every: float = 10.0) -> None:
         """shown: on rank 0. Seconds until the first line, and from each to the next."""
         self._next, self._every = time.monotonic() + first if shown else math.inf, every
         self._text, self._over = "", threading.Event()

@@ -1,6 +1,7 @@
 """``treeattn report``: one file that needs nothing else, with all that was found."""
 
 import base64
+import functools
 import html
 import json
 import re
@@ -14,7 +15,7 @@ import pytest
 from tests.unit.study import made_results
 from treeattn.cli import report
 from treeattn.collectives import Schedule, build
-from treeattn.report import ratio
+from treeattn.report import Progress, ratio
 from treeattn.study.compare import rows
 from treeattn.study.compare.rows import SUM
 from treeattn.study.compare.summary import summarise
@@ -109,9 +110,14 @@ def test_why_the_fastest_is_so_is_drawn(tmp_path, cluster, node, about):
     """Over time, on one scale, the fastest and the first that is slower; and in each schedule's drawing."""
     out, keys = tmp_path / "r.html", made_results.keys(SCHEMES, [0])
     path = made_results.write(tmp_path / "r", keys, 9, nodes=[0, 0, node, 1])
-    with mock.patch.object(report, "simulate", wraps=report.simulate) as simulated:
-        in_process("report", path, "--out", out, *cluster)
+    soon = functools.partial(Progress, first=0.2)
+    with (
+        mock.patch.object(report, "simulate", wraps=report.simulate) as simulated,
+        mock.patch.object(report, "Progress", soon),
+    ):
+        done = in_process("report", path, "--out", out, *cluster)
     assert simulated.call_count == 3  # one for each schedule
+    assert "drawing the report" in done.stderr
     text = out.read_text()
     drawn = [base64.b64decode(one).decode() for one in re.findall(r"svg\+xml;base64,([\w+/=]+)", text)]
     over_time = [one for one in drawn if 'class="bar wait"' in one]

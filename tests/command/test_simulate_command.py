@@ -35,6 +35,15 @@ def test_one_schedule_under_several_placements_and_all_schemes():
     assert "chain" in done.stdout
 
 
+def test_schemes_of_the_same_messages_stand_in_one_row(tmp_path):
+    facts = tmp_path / "s.json"
+    words = ("--cluster", "laptop", "--ranks", 4, "--schemes", "binary_tree,k_ary_tree,k_nomial_tree")
+    done = in_process("simulate", *words, "--json", facts)
+    rows = [line for line in done.stdout.splitlines() if line.startswith(("binary_tree ", "k_ary_tree "))]
+    assert [row.split()[:3] for row in rows] == [["binary_tree", "=", "k_ary_tree"]]
+    assert len(json.loads(facts.read_text())["rows"]) == 3
+
+
 def test_drawings():
     words = ["simulate", "--cluster", "dgx-h100", "--ranks", 16, "--schemes", "hierarchical"]
     svg = in_process(*words, "--format", "svg")

@@ -10,7 +10,7 @@ import msgspec
 from treeattn.cli import options
 from treeattn.cli.options import Output
 from treeattn.collectives.clusters import description
-from treeattn.report import Column, Report
+from treeattn.report import Column, Progress, Report
 from treeattn.study.intervals import words
 from treeattn.study.paper import EXPERIMENTS, shown
 from treeattn.study.paper.experiment import MACHINE
@@ -25,6 +25,7 @@ def command(experiments: tuple[str, ...], output: Output) -> None:
     Times are what treeattn compare measures. Which of the paper's numbers are not explained: docs/paper.md.
     """
     output.open()
+    click.get_current_context().with_resource(Progress())("simulating the clusters of the paper")
     facts: list[dict[str, Any]] = []
     made = Report({"experiments": facts})
     for name, experiment in EXPERIMENTS.items():

@@ -11,7 +11,7 @@ import click
 from treeattn import files
 from treeattn.cli.options import FILE, Output, choices, output_options, read
 from treeattn.errors import ArgumentError
-from treeattn.report import Report
+from treeattn.report import Progress, Report
 from treeattn.study import extra
 from treeattn.study.compare import rows
 from treeattn.study.compare.summary import summarise
@@ -71,6 +71,7 @@ def command(
     draw = figures()
     wide = draw.inches(width)
     output.open(*results)
+    click.get_current_context().with_resource(Progress())("drawing figures")
     summaries = frame(results, baseline)
     made = {name: draw.FIGURES[name](summaries, wide) for name in names or draw.FIGURES}
     drawn = {name: figure for name, figure in made.items() if figure is not None}

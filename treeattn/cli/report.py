@@ -26,6 +26,7 @@ from treeattn.collectives.drawings import svg, text, timeline
 from treeattn.collectives.schedule import Payload
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError
 from treeattn.mpi import topology
+from treeattn.report import Progress
 from treeattn.study import extra
 from treeattn.study.compare import rows
 from treeattn.study.compare.rows import Row
@@ -52,6 +53,7 @@ def command(files: tuple[Path, ...], baseline: str | None, cluster: str | None, 
     """
     draw, named = plot.figures(), topology.described(cluster)
     output.open(*files)
+    click.get_current_context().with_resource(Progress())("drawing the report")
     frame, found = plot.frame(files, baseline), rows.read(*files)
     summaries: Any = frame.astype(object).where(frame.notna(), None).to_dict("records")
 

@@ -50,7 +50,7 @@ def command(
     if ranks is None:
         raise ArgumentError(f"--ranks N: over how many ranks is {scheme} to be shown?")
     grouped = None if nodes is None else _node_sizes(nodes, ranks)
-    with Progress(first=2.0) as say:
+    with Progress() as say:
         say(f"proving {scheme} on {ranks} ranks")
         schedule = with_result(own or build(scheme, ranks, grouped), result)
         certificate = collectives.check(schedule)

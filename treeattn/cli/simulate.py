@@ -30,7 +30,7 @@ from treeattn.selection import select
 from treeattn.study import intervals
 from treeattn.study.decode_step import StepShape, attention_cost, kv_ring_cost, query_ring_exchange
 from treeattn.study.intervals import DRAWS, UNKNOWN, Estimate, estimates
-from treeattn.study.why import counts, equal_messages, headline
+from treeattn.study.why import counts, headline
 
 _SCHEMES = "recursive_doubling,k_nomial_tree,reduce_scatter_gather,hierarchical,split_rail"
 
@@ -114,7 +114,7 @@ def command(
         return attention.time, kv_ring.time, (attention + exchange).time
 
     rows: list[SimulatedRow] = []
-    with Progress(first=2.0) as say:
+    with Progress() as say:
         for name, where, schedule, places in _cases(
             named.cluster, ranks, names, placements.split(","), result, say
         ):
@@ -148,7 +148,7 @@ def command(
             f"simulated: {ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each{to_root}; "
             f"run by {runs}"
         )
-        _show(made, rows, late, equal_messages(facts))
+        _show(made, rows, late, facts)
     elif len(rows) != 1:
         raise ArgumentError(f"--format {form} draws one scheme under one placement, not {len(rows)}: name it")
     output.report(made)
@@ -252,8 +252,13 @@ def estimated(of: Callable[[Any], Estimate]) -> list[Column[Any]]:
     ]
 
 
-def _show(made: Report, rows: list[SimulatedRow], late: Arrivals, same: str | None) -> None:
+def _show(made: Report, rows: list[SimulatedRow], late: Arrivals, facts: list[dict[str, Any]]) -> None:
     fastest = rows[0]
+    same: dict[tuple[object, ...], list[SimulatedRow]] = {}  # messages, which stand in one row
+    for row, fact in zip(rows, facts, strict=True):
+        price = microseconds(row.estimate.time)
+        same.setdefault((fact["sends"], row.placement, price), []).append(row)
+    shown = [of[0]._replace(scheme=" = ".join(row.scheme for row in of)) for of in same.values()]
     columns: list[Column[SimulatedRow]] = [Column("scheme", words=True)]
     if len({row.placement for row in rows}) > 1:
         columns.append(Column("placement", words=True))
@@ -262,13 +267,11 @@ def _show(made: Report, rows: list[SimulatedRow], late: Arrivals, same: str | No
         columns.append(Column("NIC", lambda row: row.simulation.max_nic_bytes, count))
     else:
         columns.append(Column("step, µs", lambda row: row.step and row.step.time, microseconds))
-    made.table(rows, columns)
+    made.table(shown, columns)
     made.line()
     if late != TOGETHER:
         drawn = f", median of {DRAWS} steps" if late.drawn else ""
         made.line(f"from the first entry to the last end, with arrivals {late.text}{drawn}")
-    if same:
-        made.line(same)
     made.line(intervals.words(fastest.simulation.cluster, ((row.scheme, row.estimate) for row in rows)))
     if fastest.step is None:
         made.line("NIC: bytes of the card that sends most")
@@ -282,7 +285,7 @@ def _show(made: Report, rows: list[SimulatedRow], late: Arrivals, same: str | No
         made.line(f"*: by prices that are assumed, not measured; they make {share:.0%} of this time")
 
 
-def _facts(row: SimulatedRow, payload: Payload, several: bool) -> dict[str, object]:
+def _facts(row: SimulatedRow, payload: Payload, several: bool) -> dict[str, Any]:
     simulation, path = row.simulation, critical_path(row.simulation)
     nodes = placement.node_groups(simulation.cluster, simulation.places)
     sizes = payload.records, payload.record_bytes, payload.group

@@ -50,7 +50,7 @@ def command(
         raise ArgumentError(f"--out {str(output.out)!r}: schedules are files that end in .json; name it so")
     output.open()
     machine = Machine(named.cluster, placed(named.cluster, ranks, where), sizes.payload, executor)
-    with Progress(first=2.0) as say:
+    with Progress() as say:
         everything, left = search(machine, say)
     best = front(everything)
     by_name = next(one for one in everything if "," not in one.name)  # not reordered
