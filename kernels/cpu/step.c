@@ -58,6 +58,21 @@ static inline void relax(void) {
 #endif
 }
 
+/* Asks for lines that the next copies overwrite, of this step and of the one after: others have read them last, and they
+ * come while this rank waits anyhow. */
+static void ask_for_lines(const struct step *step) {
+  enum { LINE = 64, MOST_LINES = 512 };
+  for (int64_t n = step->next + 1, lines = 0; n < step->next + step->length; ++n) {
+    const struct instruction *i = step->programs[(step->number + n / step->length) & 1] + n % step->length;
+    for (int64_t at = 0; i->kind == COPY && at < i->amount && lines < MOST_LINES; at += LINE, ++lines)
+#if defined(__x86_64__) || defined(__i386__)
+      __asm__ volatile("prefetchw %0" : : "m"(i->into[at])); /* what __builtin_prefetch() makes asks to read */
+#else
+      __builtin_prefetch(i->into + at, 1);
+#endif
+  }
+}
+
 static int64_t now(void) {
   struct timespec time;
   clock_gettime(CLOCK_MONOTONIC, &time);
@@ -105,6 +120,7 @@ static enum result wait_for_flag(struct step *step, const struct instruction *wa
     int64_t number = atomic_load_explicit(flag, memory_order_acquire);
     if (number == wanted) return DONE;
     if (number > wanted) return OVERRUN;
+    if (!polls) ask_for_lines(step);
     if (step->iprobe && (!nanoseconds || polls % POLLS_PER_PROBE == POLLS_PER_PROBE - 1)) {
       int found;
       step->code = step->iprobe(step->any_source, step->any_tag, step->comm, &found, step->statuses);
