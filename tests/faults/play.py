@@ -88,7 +88,7 @@ def spoil(spoiled: table.Spoiled, command: str, folder: Path, seed: int) -> floa
 
 
 def on_a_full_disk(words: str, folder: Path, disk: Path, ranks: int | None) -> None:
-    """One line, and nothing is left there."""
+    """One line, and nothing is left there but what rows are appended to: the same command goes on from it."""
     done = treeattn(*words.format(tmp=folder, disk=disk).split(), ranks=ranks, code=1)
     lines = [line for line in done.stderr.splitlines() if line.startswith("treeattn:")]
     assert lines, done.stderr
@@ -98,6 +98,8 @@ def on_a_full_disk(words: str, folder: Path, disk: Path, ranks: int | None) -> N
     for path in disk.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
+    held = [path.read_bytes() for path in left if path.suffix == ".jsonl"]
     for path in left:
         path.unlink(missing_ok=True)
-    assert not left, left
+    assert len(left) == len(held), left
+    assert not any(b"\n" in rows for rows in held), held  # none fits: a line that was cut off is left out
