@@ -44,7 +44,7 @@ for words in [
     f"plot tests/data/compare.jsonl --figures time --out {sys.argv[1]}",
     f"report tests/data/compare.jsonl --out {sys.argv[1]}/report.html",
     "--help", *(f"{name} --help" for name in commands.list_commands(None)),
-    "doctor", "decode nothing.safetensors", "compare", "paper",
+    "doctor", "decode nothing.safetensors", "compare",
 ]:
     done = in_process(*words.split(), code=None)
     print(json.dumps([words, done.returncode, done.stdout, done.stderr]))
@@ -60,7 +60,7 @@ def test_all_commands(without_mpi, tmp_path):
     assert (code, err) == (1, "")
     assert "broken" in out
     assert "pip install mp" in out
-    for words in ("decode nothing.safetensors", "compare", "paper"):
+    for words in ("decode nothing.safetensors", "compare"):
         code, out, err = found.pop(words)
         assert (code, out) == (1, "")
         assert_names_the_remedy(err)

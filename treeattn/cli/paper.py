@@ -20,9 +20,10 @@ from treeattn.study.paper.experiment import MACHINE
 @click.argument("experiments", nargs=-1, type=click.Choice(list(EXPERIMENTS)))
 @options.output_options(json="Write settings, tables and notes.")
 def command(experiments: tuple[str, ...], output: Output) -> None:
-    """Print the paper's experiments, its numbers and the model side by side (default: all). Needs no MPI.
+    """Print the paper's experiments, its numbers and the model side by side (default: all).
 
-    Times are what treeattn compare measures. Which of the paper's numbers are not explained: docs/paper.md.
+    Needs no MPI. Times are what treeattn compare measures. Which of the paper's numbers are not explained:
+    docs/paper.md.
     """
     output.open()
     click.get_current_context().with_resource(Progress())("simulating the clusters of the paper")

@@ -3,8 +3,11 @@ that were given different tokens raise an error before they mix them."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -54,8 +57,8 @@ def let_generate_agree(caches: type[Any]) -> None:
             cache.origin.begin(cache, model, *_text(cache, model, bound.arguments))
             others = bound.arguments.get("logits_processor") or ()
             bound.arguments["logits_processor"] = LogitsProcessorList([*others, AgreeingRanks(cache)])
-            stepping = functools.partial(_before_a_step, cache)
-            with model.register_forward_pre_hook(stepping, with_kwargs=True):
+            cache.generates = True
+            with _steps_seen(model):
                 found = generate(*bound.args, **bound.kwargs)
             _agree(cache.comm, "the end of generate()", getattr(found, "sequences", found))
         return found
@@ -63,12 +66,36 @@ def let_generate_agree(caches: type[Any]) -> None:
     GenerationMixin.generate = agreeing
 
 
-def _before_a_step(cache: Any, _: Any, __: Any, given: dict[str, Any]) -> None:
+#: Models that generate, each with how many threads have it do so and its hook.
+_seen: dict[Any, tuple[int, Any]] = {}
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _steps_seen(model: Any) -> Iterator[None]:
+    """`_before_a_step` sees each call of the model. One hook for all threads that generate with it, since
+    torch's hooks may neither come nor go while another thread calls the model."""
+    with _lock:
+        users, hook = _seen.get(model, (0, None))
+        hook = hook or model.register_forward_pre_hook(_before_a_step, with_kwargs=True)
+        _seen[model] = users + 1, hook
+    try:
+        yield
+    finally:
+        with _lock:
+            users, hook = _seen.pop(model)
+            if users > 1:
+                _seen[model] = users - 1, hook
+            else:
+                hook.remove()
+
+
+def _before_a_step(_: Any, __: Any, given: dict[str, Any]) -> None:
     """Raise `ArgumentError` on all ranks unless the model goes on with the same ids on all. Another call of
     it, which a processor makes with a cache of its own, is its own affair."""
-    own = any(one is cache for one in given.values())
-    updated().stepping = cache if own else None
-    if own:
+    cache = next((one for one in given.values() if getattr(one, "generates", False)), None)
+    updated().stepping = cache
+    if cache is not None:
         ids = given.get("input_ids")
         _agree(cache.comm, "a step of generate()", ids)
         cache.ids_agreed = ids is not None

@@ -141,6 +141,7 @@ class ShardedKV(Cache):
         self.device = torch.device("cpu")  # where its arrays lie
         self._waits = watchdog.Guarded("a step of the model, queued to a GPU", "the other ranks")
         self._watched = False  # within a call that ends what it begins
+        self.generates = False  # whether generate() calls the model with it
         self.ids_agreed = False  # whether all ranks are known to have the ids of this step
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
         self._shards: dict[Any, Iterator[CacheLayer] | Iterator[RemoteLayer]] = {}
@@ -204,7 +205,7 @@ class ShardedKV(Cache):
             try:
                 yield
             finally:
-                self._watched = self.ids_agreed = False
+                self.generates = self._watched = self.ids_agreed = False
                 self._waits.__exit__()
                 updated().stepping = None
 
