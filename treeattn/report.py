@@ -187,8 +187,8 @@ def microseconds(value: float) -> str:
 
 
 def ratio(value: float) -> str:
-    """Format a ratio: two decimals, and never 0.00."""
-    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+    """Format a ratio: two decimals, below 0.1 two digits."""
+    return f"{value:.2f}" if value >= 0.1 else f"{value:#.2g}"
 
 
 def between(low: float | None, high: float | None, form: Callable[[float], str]) -> str | None:

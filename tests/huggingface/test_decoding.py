@@ -136,6 +136,55 @@ def test_ranks_that_draw_otherwise_are_told(comm, monkeypatch, family, given):
         model.generate(prompt(), cache=cache, do_sample=False, max_new_tokens=4 if comm.rank else 5)
 
 
+@pytest.mark.parametrize("other", ["weights", "mask", "padding token", "positions"])
+def test_ranks_that_differ_in_more_than_ids_are_told(comm, other):
+    """Equal ids have other keys then, and ranks would mix them."""
+    if comm.size == 1:
+        pytest.skip("one rank has nobody to differ from")
+    model, ids, given = made("Llama", "treeattn"), prompt(2), {}
+    if other == "weights" and comm.rank:
+        with torch.no_grad():
+            model.model.layers[0].self_attn.k_proj.weight.mul_(1.5)
+    if other == "mask":
+        given["attention_mask"] = padded(ids).float()
+        given["attention_mask"][1, : 9 if comm.rank else 5] = 0
+    if other == "padding token":
+        ids = ids.clamp(min=2)
+        ids[1, :4] = 0
+        model.generation_config.pad_token_id = comm.rank and 1
+    if other == "positions":
+        given["position_ids"] = torch.arange(ids.shape[1]).expand(2, -1) + (40 if comm.rank else 0)
+    cache = huggingface.ShardedKV(model.config, comm, capacity=64)
+    with pytest.raises(ArgumentError, match="ranks were given different tokens"):
+        model.generate(ids, cache=cache, do_sample=False, max_new_tokens=5, **given)
+
+
+def test_a_second_model_of_a_processor_has_its_own_padding(comm):
+    """Though it has the same config object, whose cache generates."""
+    model, ids, seen = made("Llama", "treeattn"), prompt(2), []
+    other, own = type(model)(model.config).eval(), transformers.DynamicCache(config=model.config)
+    mask = torch.ones(2, ids.shape[1] + 3, dtype=torch.int64)
+    mask[1, :12] = 0
+
+    def also(ids, scores):
+        begin, end = own.get_seq_length(), ids.shape[1]
+        seen.append(
+            other(ids[:, begin:], attention_mask=mask[:, :end], past_key_values=own).logits[:, -1].detach()
+        )
+        return scores
+
+    cache = huggingface.ShardedKV(model.config, comm, capacity=64)
+    given = {
+        "attention_mask": padded(ids),
+        "do_sample": False,
+        "max_new_tokens": 3,
+        "logits_processor": [also],
+    }
+    text = model.generate(ids, cache=cache, **given)[:, :-1]
+    other.set_attn_implementation("eager")
+    assert_close(seen[-1], other(text, attention_mask=mask[:, : text.shape[1]]).logits[:, -1].detach())
+
+
 @torch.no_grad()
 def test_a_loop_of_ones_own_agrees_or_is_told(comm):
     model, ids = made("Llama"), prompt()

@@ -47,11 +47,12 @@ DEEP = [
 )
 def test_a_family_is_as_near_as_eager(comm, device, family, kind, layers):
     """Rows padded on the left, chunks, tokens. float32: eager's logits and tokens. 16 bits: errors to float64
-    of at most 1.5 times eager's, and its tokens wherever its two best are further apart than so many."""
+    of at most 1.5 times eager's, and its tokens wherever its two best are further apart than so
+    many: of bfloat16 few are, or none."""
     if device == "cuda" and compiler_problem():
         pytest.skip(compiler_problem())
-    if comm.size > 3:
-        pytest.skip("of this prompt a last bit chooses another expert (Qwen3-MoE, bfloat16)")
+    if comm.size > 3 and (family, kind) == ("Qwen3-MoE", "bfloat16"):
+        pytest.skip("on 4 ranks the error of this prompt is ten times eager's: perhaps another expert")
     model = wide(family, dtype=getattr(torch, kind), num_hidden_layers=layers)
     ids = prompt(2, 26, seed=4)  # of others a last bit may choose an expert
     mask, real = padded(ids), padded(ids).bool()

@@ -66,28 +66,32 @@ def let_generate_agree(caches: type[Any]) -> None:
     GenerationMixin.generate = agreeing
 
 
-#: Models that generate, each with how many threads have it do so and its hook.
-_seen: dict[Any, tuple[int, Any]] = {}
+#: Models that generate, each with how many threads have it do so and its hooks.
+_seen: dict[Any, tuple[int, tuple[Any, ...]]] = {}
 _lock = threading.Lock()
 
 
 @contextlib.contextmanager
 def _steps_seen(model: Any) -> Iterator[None]:
-    """`_before_a_step` sees each call of the model. One hook for all threads that generate with it, since
-    torch's hooks may neither come nor go while another thread calls the model."""
+    """`_before_a_step` sees each call of the model. Its hooks are the same for all threads
+    that generate with it: torch's may neither come nor go while another thread calls the model."""
     with _lock:
-        users, hook = _seen.get(model, (0, None))
-        hook = hook or model.register_forward_pre_hook(_before_a_step, with_kwargs=True)
-        _seen[model] = users + 1, hook
+        users, hooks = _seen.get(model, (0, ()))
+        hooks = hooks or (
+            model.register_forward_pre_hook(_before_a_step, with_kwargs=True),
+            model.register_forward_hook(_after_a_step),
+        )
+        _seen[model] = users + 1, hooks
     try:
         yield
     finally:
         with _lock:
-            users, hook = _seen.pop(model)
+            users, hooks = _seen.pop(model)
             if users > 1:
-                _seen[model] = users - 1, hook
+                _seen[model] = users - 1, hooks
             else:
-                hook.remove()
+                for hook in hooks:
+                    hook.remove()
 
 
 def _before_a_step(_: Any, __: Any, given: dict[str, Any]) -> None:
@@ -98,7 +102,13 @@ def _before_a_step(_: Any, __: Any, given: dict[str, Any]) -> None:
     if cache is not None:
         ids = given.get("input_ids")
         _agree(cache.comm, "a step of generate()", ids)
-        cache.ids_agreed = ids is not None
+        # Keys of the first step are compared all the same: weights, masks and positions may differ, too.
+        cache.ids_agreed = ids is not None and cache.origin.compared
+
+
+def _after_a_step(*_: Any) -> None:
+    """A model that is called between two steps, by a processor, has another padding."""
+    updated().stepping = None
 
 
 def _agree(comm: Any, call: str, ids: torch.Tensor | None) -> None:

@@ -45,7 +45,7 @@ class Origin:
     def __init__(self) -> None:
         self.saved: dict[str, list[str]] | None = None
         self.begins: Any = None  # int64 [rows], as attention was told of padding; None before
-        self._compared = False  # with the mask of the generate() under way, which goes on with ones
+        self.compared = False  # with the mask of the generate() under way, which goes on with ones
         self._weights: str | None = None
         self._ids: torch.Tensor | None = torch.empty(0, 0, dtype=torch.int64)  # None: there is more to it
 
@@ -77,7 +77,7 @@ class Origin:
         self.begins = self.begins if begins is None else begins
         self._weights = weights if slots == 0 or weights == self._weights else None
         self._ids = None if ids is None or before is None else ids[:, :slots]
-        self._compared = False
+        self.compared = False
 
     def tell(self, ids: torch.Tensor, slots: int) -> None:
         """All ids so far, of which the cache has all."""
@@ -99,12 +99,12 @@ class Origin:
                 )
         if not gone:
             self.begins = begins
-        self._compared = True
+        self.compared = True
 
     def known_begins(self, at: int) -> torch.Tensor | None:
         """int64 [rows], where all have begun before slot `at` and an earlier step has told: a mask of what
         follows has nothing new, and on a GPU reading it waits."""
-        known = self._compared and (self.begins < at).all()
+        known = self.compared and (self.begins < at).all()
         return torch.from_numpy(self.begins) if known else None
 
     def text(self, slots: int) -> torch.Tensor | None:
