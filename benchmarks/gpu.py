@@ -273,7 +273,7 @@ def main() -> None:
         parser.error(f"{', '.join(sorted(unknown))}: the families are {', '.join(FAMILIES)}")
     if problem := cupy_runtime.problem():
         sys.exit(f"gpu.py: no GPU: {problem}")
-    facts = {"driver": cuda_driver.driver(), "software": environment.software()}
+    facts = {"driver": cuda_driver.inventory(), "software": environment.software()}
     failed, written = [], []
     for family in options.families or FAMILIES:
         found = run(family, options.results)

@@ -87,11 +87,8 @@ class MpiCommunicator(MPI.Intracomm):
         self.Bcast(array.view("u1"), root=root)
 
     def dup(self) -> MpiCommunicator:
-        """A communicator of the same ranks whose messages meet no others; of a rank alone, which sends none,
-        the same. Raises `BackendError` where the MPI library has none left: each that is not freed keeps
-        one."""
-        if self.size == 1:
-            return self
+        """A communicator of the same ranks whose messages meet no others. Raises `BackendError` where the MPI
+        library has none left: each that is not freed keeps one."""
         try:
             made: Any = self.Dup()
         except MPI.Exception as error:
@@ -100,8 +97,7 @@ class MpiCommunicator(MPI.Intracomm):
         return made  # type: ignore[no-any-return]
 
     def free(self) -> None:
-        if self.size > 1:  # else it may be the caller's
-            self.Free()
+        self.Free()
 
     def exchange(self, receive: tuple[Array, int], send: tuple[Array, int]) -> Callable[[], None]:
         start = self._wait.run("exchange", lambda: [self.Irecv(*receive), self.Isend(*send)])

@@ -99,8 +99,10 @@ one = np.ones((1, 1, 1, 8), "f")
 cache.step(0, one, one, one)
 child = os.fork()
 if child == 0:
+    nodes._link.busy = True  # as in a fork during a step
     try:
-        cache.step(0, one, one, one)
+        with nodes:
+            cache.step(0, one, one, one)
     except RuntimeError as error:
         print(error, flush=True)
     sys.exit(5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,3 +93,16 @@ def test_a_family_that_fails_or_hangs_is_recorded_with_what_it_found(
     assert found["result"] == result
     assert ("ended after 2 s" in found["printed"]) == (code is None)
     assert [path.name for path in tmp_path.iterdir()] == ["family.py"]
+
+
+def test_the_whole_script_writes_a_file_a_family(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "family.py").write_text("print('{\"a\": 1}')")
+    monkeypatch.setitem(gpu.COMMANDS, "doctor", (120, f"{{python}} {tmp_path}/family.py"))
+    monkeypatch.setattr(gpu.cupy_runtime, "problem", lambda: None)
+    monkeypatch.setattr(gpu.cuda_driver, "inventory", lambda: ("580.1, CUDA up to 13.0", ["a GPU"]))
+    monkeypatch.setattr("sys.argv", ["gpu.py", "doctor", "--results", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    assert ended.value.code == 0
+    found = json.loads((tmp_path / "gpu_doctor.json").read_text())
+    assert (found["driver"][1], found["result"]) == (["a GPU"], [{"a": 1}])

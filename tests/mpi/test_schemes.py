@@ -169,6 +169,21 @@ def test_every_run_gives_the_same_bits_on_sub_communicators(way):
     half.Free()
 
 
+@pytest.mark.parametrize("scheme", ["recursive_doubling", "three_allreduce", "kv_ring"])
+def test_a_decoder_has_messages_of_its_own(comm, scheme):
+    """Its steps and its end are its own where the caller frees the communicator, and makes another."""
+    alone = MPI.COMM_SELF.Dup()
+    q, k, v = random_qkv(20, heads=4, kv_heads=2, seed=comm.rank)
+    shape = {"heads": 4, "kv_heads": 2, "head_dim": q.shape[-1], "dtype": q.dtype, "scheme": scheme}
+    with treeattn.Decoder(comm=alone, **shape) as decoder:
+        want = decoder(q, k, v)[0].copy()
+        alone.Free()
+        other = MPI.COMM_WORLD.Dup()
+        assert (decoder(q, k, v)[0] == want).all()
+    assert other.allreduce(1) == comm.size
+    other.Free()
+
+
 def test_steps_of_several_decoders_stay_apart(way):
     """Two decoders whose steps alternate, and a pending receive of the user, of any tag, on the same
     communicator."""

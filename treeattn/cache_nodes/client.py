@@ -203,7 +203,7 @@ class CacheNodes:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, PeerError):
             _end(error)
-        if error is not None and self._link.busy:
+        if error is not None and self._link.busy and not self._link.closed:  # of another process
             job.abort(error)
         self.close()
 

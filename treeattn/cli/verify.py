@@ -53,9 +53,9 @@ def command(
     """Verify the draft tokens of FILE against its KV cache, every rank holding a shard of the context.
 
     FILE holds q [batch, nodes, heads, head_dim] and draft_k, draft_v [batch, nodes, kv_heads, head_dim] of
-    the drafts, parents [batch, nodes] (-1: follows the context), and k, v [batch, tokens, kv_heads, head_dim]
-    of the context. It may hold lengths [batch] of the context and draft_lengths [batch]; which path a model
-    accepts is for Python (treeattn.token_tree.accept_greedy).
+    the drafts, parents [batch, nodes] (an earlier node, or -1: follows the context), and k, v [batch, tokens,
+    kv_heads, head_dim] of the context. It may hold lengths [batch] of the context and draft_lengths [batch];
+    which path a model accepts is for Python (treeattn.token_tree.accept_greedy).
     The scale comes from the metadata entry "scale", else it is 1/sqrt(head_dim). Exit code 1 means that a
     result missed its bound or differed between ranks.
     """
