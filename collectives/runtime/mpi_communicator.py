@@ -189,12 +189,13 @@ _FUNCTIONS = {"startall": "MPI_Startall", "testall": "MPI_Testall", "iprobe": "M
 
 class MpiMessages(Messages):
     """Persistent requests (MPI standard, section 3.9), which must be freed before MPI_Finalize, over a
-    duplicate of the communicator."""
+    duplicate of the communicator. A rank alone has no messages and takes none: threads come and go, each with
+    plans of its own, and MPI's communicators are few."""
 
     def __init__(self, comm: Any, name: str) -> None:
         """Collective. Raises `BackendError` as `duplicate` does."""
         super().__init__(name)
-        self._comm = duplicate(comm)
+        self._comm = duplicate(comm) if comm.size > 1 else MPI.COMM_SELF
         self._rounds: defaultdict[int, list[MPI.Prequest]] = defaultdict(list)
 
     def receive(self, array: Array, peer: int, number: int) -> MPI.Prequest:
@@ -259,7 +260,8 @@ class MpiMessages(Messages):
 
     def close(self) -> None:
         self.free()
-        self._comm.free()
+        if self._comm != MPI.COMM_SELF:
+            self._comm.Free()
 
 
 def _said(code: int) -> str:

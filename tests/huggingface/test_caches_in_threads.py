@@ -3,6 +3,7 @@ the same cache, or over the same communicator of several ranks, is refused befor
 
 from __future__ import annotations
 
+import math
 import threading
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
 torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
 
-from tests.support.tiny_models import made, prompt  # noqa: E402
+from tests.support.tiny_models import assert_close, made, prompt  # noqa: E402
 from treeattn import huggingface  # noqa: E402
 from treeattn.errors import StateError  # noqa: E402
 from treeattn.huggingface import attention, layers, plans  # noqa: E402
@@ -149,6 +150,19 @@ def test_two_threads_over_two_communicators(comm, run):
     assert run(*both) == wanted
     for one in own:
         one.free()
+
+
+def test_threads_that_end_leave_no_communicator(monkeypatch, comm, run):
+    """Of what a rank has whole each has plans of its own, which nothing closes."""
+
+    def one_more(_):
+        raise AssertionError("MPI has few communicators")
+
+    monkeypatch.setattr(type(comm), "dup", one_more)
+    q, k = torch.ones(1, 1, 2, 16), torch.ones(1, 5, 2, 16)
+    for out, lse in run(*[lambda: plans.alone().attend(q, k, k, range(4, 5), plans.Scoring(0.25))] * 2):
+        assert_close(out, q)
+        assert_close(lse, torch.full((1, 2, 1), 4 + math.log(5)))
 
 
 def test_a_cache_goes_from_thread_to_thread(comm, run):

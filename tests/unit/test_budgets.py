@@ -19,13 +19,13 @@ from treeattn.cli import commands
 ROOT = Path(__file__).resolve().parents[2]
 #: Folders -> lines of Python.
 LINES = {
-    ("treeattn", "collectives"): 34_325,
-    ("tests",): 36_036,
+    ("treeattn", "collectives"): 34_327,
+    ("tests",): 36_050,
     ("benchmarks",): 1_957,
     ("tools",): 443,
     ("jobs",): 1_037,
 }
-STATEMENTS = 20_493  # of the package
+STATEMENTS = 20_494  # of the package
 WORDS = 22_000  # of docs and README
 COMMANDS = 16
 OPTIONS = {"compare": 16, "simulate": 14, "generate": 12}

@@ -73,8 +73,8 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def _steps_seen(model: Any) -> Iterator[None]:
-    """`_before_a_step` sees each call of the model. Its hooks are the same for all threads
-    that generate with it: torch's may neither come nor go while another thread calls the model."""
+    """`_before_a_step` sees each call of the model. Its hooks are the same for all threads that generate with
+    it: torch's may neither come nor go while another thread calls the model."""
     with _lock:
         users, hooks = _seen.get(model, (0, ()))
         hooks = hooks or (
