@@ -24,7 +24,7 @@ class KvRing(Reducer):
     on its way in, into the other of two buffers; how much of that happens at once is up to the MPI library.
     A hop is two messages, keys and values; none for a shard without tokens, and several in place of one that
     is longer than `LARGEST_MESSAGE`: MPI libraries before MPI 4 count with 32 bits. There are p-1 hops; with
-    ``rotation="full"`` p, the own shard travelling home again, as in published code.
+    ``rotation="full"`` p, the own shard travelling home again, as in published code; of one rank none.
 
     Per hop a rank sends 2 b t d elements (b sequences, t tokens per shard, d = KV heads * head_dim). Equation
     10 of arXiv 2408.04093, V = 2 b t d p, is that with p hops; here it is 2 b t d (p-1) by default.
@@ -55,7 +55,7 @@ class KvRing(Reducer):
         self._comm = self._private.unwatched  # a step counts itself
         self._rank: int = comm.rank
         self._size: int = comm.size
-        self._hops = self._size if rotation == "full" else self._size - 1
+        self._hops = self._size if rotation == "full" and self._size > 1 else self._size - 1
         self._shape = shape
         self._partials = [records, *(np.empty_like(records) for _ in range(1, self._size))]
         self._attention = [cpu.PlannedAttention(partial, scale=scale) for partial in self._partials]
