@@ -158,7 +158,8 @@ def test_threads_that_end_leave_no_communicator(monkeypatch, comm, run):
     def one_more(_):
         raise AssertionError("MPI has few communicators")
 
-    monkeypatch.setattr(type(comm), "dup", one_more)
+    if comm.library == "mpi":  # torch's are tags of one group
+        monkeypatch.setattr(type(comm), "dup", one_more)
     q, k = torch.ones(1, 1, 2, 16), torch.ones(1, 5, 2, 16)
     for out, lse in run(*[lambda: plans.alone().attend(q, k, k, range(4, 5), plans.Scoring(0.25))] * 2):
         assert_close(out, q)
