@@ -45,8 +45,10 @@ class Reader(NamedTuple):
 
 
 def readers() -> list[Reader]:
-    """Every way that is tried, with every instruction set that this processor and the compiler have."""
+    """Every way that is tried, with the instruction set in use and the narrower ones that the compiler has:
+    ``TREEATTN_ISA`` stands for a processor without the wider."""
     isas = [isa for isa in compile.available_isas() if _is_compiled(isa)]
+    isas = isas[isas.index(compile.chosen_isa()) :]
     return [Reader(*way) for way in itertools.product(isas, (1, 4, 8, 16, 32), (2, 8), (0, 2, 16))]
 
 
