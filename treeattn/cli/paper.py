@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 import msgspec
 
@@ -12,8 +10,7 @@ from treeattn.cli.options import Output
 from treeattn.collectives.clusters import description
 from treeattn.report import Column, Progress, Report
 from treeattn.study.intervals import words
-from treeattn.study.paper import EXPERIMENTS, shown
-from treeattn.study.paper.experiment import MACHINE
+from treeattn.study.paper import EXPERIMENTS, MACHINE, shown
 
 
 @click.command("paper")
@@ -27,35 +24,25 @@ def command(experiments: tuple[str, ...], output: Output) -> None:
     """
     output.open()
     click.get_current_context().with_resource(Progress())("simulating the clusters of the paper")
-    facts: list[dict[str, Any]] = []
+    facts = []
     made = Report({"experiments": facts})
     for name, experiment in EXPERIMENTS.items():
         if experiments and name not in experiments:
             continue
-        model = experiment.model(**experiment.PAPER)
-        facts.append(
-            {
-                "name": name,
-                "title": experiment.TITLE,
-                "where": experiment.WHERE,
-                "paper": msgspec.to_builtins(experiment.PAPER),
-                "model": [
-                    {
-                        "title": found.title,
-                        "headings": list(found.rows[0]),
-                        "rows": [list(row.values()) for row in found.rows],
-                    }
-                    for found in model
-                ],
-            }
-        )
-        made.line(f"\n{name}: {experiment.TITLE}", style="bold")
-        made.line(f"in the paper: {experiment.WHERE}")
-        for found in model:
-            made.line(f"\n{found.title}")
-            made.table(found.rows, [
-                Column(heading, form=shown, words=index < 2) for index, heading in enumerate(found.rows[0])
-            ])  # fmt: skip
+        title, where, paper, model = experiment
+        tables = model(**paper)
+        facts.append({
+            "name": name, "title": title, "where": where, "paper": msgspec.to_builtins(paper),
+            "model": [
+                {"title": of, "headings": list(rows[0]), "rows": [list(row.values()) for row in rows]}
+                for of, rows in tables.items()
+            ],
+        })  # fmt: skip
+        made.line(f"\n{name}: {title}", style="bold")
+        made.line(f"in the paper: {where}")
+        for of, rows in tables.items():
+            made.line(f"\n{of}")
+            made.table(rows, [Column(name, form=shown, words=at < 2) for at, name in enumerate(rows[0])])
     made.line(f"\nsimulated: {words(description.load(MACHINE))}")
     made.line("what these numbers assume, and what is not explained: docs/paper.md")
     output.report(made)
