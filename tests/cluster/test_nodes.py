@@ -79,7 +79,7 @@ def test_cache_nodes_on_other_machines(cluster, mpi):
 @pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 def test_gpus_pull_within_their_node_and_send_between_nodes(cluster, mpi):
     """Stand-ins of them, whose memory opens on its own node alone; every schedule."""
-    program = ("-m", "mpi4py", ROOT / "tests/gpu/over_peers.py", "--stand-ins")
+    program = ("-m", "mpi4py", ROOT / "tests/gpu/over_ranks.py", "peer", "--stand-ins")
     shape = ("--nodes", 2, "--ranks-per-node", 2, "--bandwidth", "none")
     ranks = (mpi / "mpiexec", "-n", 4, mpi / "python")
     done = cluster.run(*shape, "--", *ranks, *program, timeout=180)

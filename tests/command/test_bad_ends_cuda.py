@@ -17,11 +17,10 @@ pytestmark = [
 BEGIN = """
 import sys, time
 sys.path[:0] = [".", "tests", "tests/gpu"]
-import over_nccl
 import over_ranks
 import treeattn
 from over_ranks import WORLD, devices
-over_nccl.stand_in(False)
+over_ranks.stand_in()
 given = over_ranks.inputs(devices.find("cuda"))
 decoder = over_ranks.planned("recursive_doubling", "nccl")
 for _ in range(2):

@@ -1,5 +1,4 @@
-"""What `tests/gpu/test_ranks.py` and `test_peer.py` ask of NCCL and of GPUs, asked of their stand-ins: the
-questions can fail."""
+"""What `tests/gpu/test_ranks.py` asks of GPUs, asked of their stand-ins: the questions can fail."""
 
 import pytest
 
@@ -15,8 +14,8 @@ pytestmark = [
 ]
 MOST = len(collectives.names("schedule"))
 BY_NCCL, BY_PEERS = min(5 * FACTOR, MOST), min(3 * FACTOR, MOST)
-NCCL = ("-m", "mpi4py", "tests/gpu/over_nccl.py", "--stand-ins", "--drawn", BY_NCCL)
-PEERS = ("-m", "mpi4py", "tests/gpu/over_peers.py", "--stand-ins", "--drawn", BY_PEERS)
+NCCL = ("-m", "mpi4py", "tests/gpu/over_ranks.py", "nccl", "--stand-ins", "--drawn", BY_NCCL)
+PEERS = ("-m", "mpi4py", "tests/gpu/over_ranks.py", "peer", "--stand-ins", "--drawn", BY_PEERS)
 SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
 
 

@@ -1,4 +1,4 @@
-"""A GPU for the tests of this folder."""
+"""For the tests of this folder: a compiler, without which they are skipped, and a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,13 @@ import pytest
 
 from treeattn.backends.cuda import cupy_runtime
 
+from .raw_module import compiler_problem
 from .runtime import EmulatorRuntime
+
+
+def pytest_runtest_setup() -> None:
+    if problem := compiler_problem():
+        pytest.skip(problem)
 
 
 @pytest.fixture

@@ -21,14 +21,11 @@ from treeattn.backends.cuda.splits import Splits, choose_splits
 from treeattn.errors import ArgumentError, BackendError
 
 from .cases import CASES, Case, is_tensor_core_case
-from .raw_module import compiler_problem
 from .runtime import CountingRuntime, EmulatorRuntime
 
 Array = np.ndarray[Any, Any]
-needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 
-@needs_emulator
 class TestOnTheEmulator(GpuContract):
     cases = sample(8, CASES)
 
@@ -47,7 +44,6 @@ MANY = [
 ]
 
 
-@needs_emulator
 @pytest.mark.parametrize(("case", "fan"), sample(4, itertools.product(MANY, [2, 5, 12])), ids=str)
 def test_splits_merge_on_two_levels(case: Case, fan: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Into the same partial, and the same bits whichever block is last."""
@@ -58,7 +54,6 @@ def test_splits_merge_on_two_levels(case: Case, fan: int, monkeypatch: pytest.Mo
     case.check(*CONTRACT.results(records[0]), is_tensor_core_case(case))
 
 
-@needs_emulator
 def test_a_device_with_little_shared_memory_takes_the_multiply_add_kernel() -> None:
     case = Case("bfloat16", 64, group=4, splits=2)
     small = attend(case, runtime=EmulatorRuntime(shared_bytes=30 << 10))
@@ -215,7 +210,6 @@ class Allocating(EmulatorRuntime):
         return array
 
 
-@needs_emulator
 def test_workspace_of_a_captured_graph_outlives_a_larger_cache() -> None:
     """The graph goes on to write where the splits were when it was captured."""
     runtime, small, large = Allocating(), Case("float32", 64, tokens=300), Case("float32", 64, tokens=3000)
@@ -243,7 +237,6 @@ class FullDevice(EmulatorRuntime):
         return super().zeros(size, dtype)
 
 
-@needs_emulator
 def test_a_plan_outlives_a_lack_of_memory() -> None:
     case, runtime = PLAIN[0], FullDevice()
     q, k, v, _, _ = case.inputs()

@@ -12,14 +12,10 @@ from tests.support.pages import in_pages
 from treeattn.errors import ArgumentError
 
 from .cases import Case, Inputs
-from .raw_module import compiler_problem
 from .runtime import EmulatorRuntime
 from .test_attention import CONTRACT
 
-needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
-
-@needs_emulator
 def test_a_captured_plan_follows_its_block_table() -> None:
     """Which a serving engine writes in place."""
     case, runtime, lengths = Case("float32", 64, batch=2, splits=3), EmulatorRuntime(), np.array([150, 111])

@@ -17,10 +17,7 @@ from treeattn.backends.cuda import cupy_runtime
 from treeattn.errors import ArgumentError, StateError
 
 from .cases import Case
-from .raw_module import compiler_problem
 from .runtime import EmulatorRuntime, LazyRuntime
-
-pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 
 def test_tensor_cores_can_be_switched_off(runtime: EmulatorRuntime, monkeypatch: pytest.MonkeyPatch) -> None:

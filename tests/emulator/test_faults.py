@@ -11,11 +11,9 @@ from treeattn.backends.cuda.splits import Splits
 from treeattn.backends.cuda.tables import VisibleTables
 
 from .faults import FAULTS, faults_source, planted
-from .raw_module import EmulatorError, RawModule, compiler_problem
+from .raw_module import EmulatorError, RawModule
 from .runtime import EmulatorRuntime
 from .work import WORK
-
-pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 
 @pytest.fixture(scope="module")

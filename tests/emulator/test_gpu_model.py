@@ -18,10 +18,7 @@ from treeattn.llama import Llama, Session
 from treeattn.llama.model import RMSNorm
 from treeattn.llama.tensor_parallel import Embedding, Linear
 
-from .raw_module import compiler_problem
 from .runtime import StrictRuntime
-
-pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 
 @pytest.fixture(autouse=True)

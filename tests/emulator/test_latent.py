@@ -11,10 +11,7 @@ from treeattn.backends.cuda import variants
 from treeattn.errors import ArgumentError, BackendError
 
 from .cases import Case
-from .raw_module import compiler_problem
 from .runtime import EmulatorRuntime
-
-needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 
 def latent(tokens: int) -> Case:
@@ -36,7 +33,6 @@ def test_many_heads_are_one_tile_where_shared_memory_holds_it() -> None:
     ] * 2
 
 
-@needs_emulator
 @pytest.mark.parametrize(("splits", "launches"), [(1, 1), (5, 2)])
 def test_splits_are_merged_by_many_blocks(splits: int, launches: int) -> None:
     """One for each row and 64 channels, in a launch of its own."""

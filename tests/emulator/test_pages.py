@@ -12,11 +12,9 @@ from tests.support.exporters import OnGpu
 from tests.support.pages import in_pages
 from treeattn.errors import RestrictionError
 
-from .raw_module import compiler_problem
 from .runtime import EmulatorRuntime
 
 Array = np.ndarray[Any, Any]
-pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 PAGE_SIZE, LENGTHS = 16, np.array([90, 37])
 SHAPE: dict[str, Any] = {
     "heads": 4,

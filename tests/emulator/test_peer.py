@@ -18,11 +18,9 @@ from treeattn.errors import RestrictionError
 
 from .faults import FAULTS, planted, weakly_ordered
 from .node import Node
-from .raw_module import compiler_problem
 from .runtime import EmulatorRuntime
 
 Array = np.ndarray[Any, Any]
-pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 HEAD_DIM = 8
 #: Ranks of each node: as a launcher fills nodes, of different sizes, dealt out in turn, and a node of one.
 NODES = [

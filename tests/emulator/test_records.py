@@ -16,10 +16,7 @@ from tests.support.records_contract import SPECIAL, RecordsContract, bits, merge
 from treeattn.backends import cpu, cuda
 from treeattn.errors import ArgumentError
 
-from .raw_module import compiler_problem
 from .runtime import EmulatorRuntime
-
-pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 
 class TestOnTheEmulator(RecordsContract):

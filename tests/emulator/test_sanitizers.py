@@ -14,12 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from .raw_module import compiler_problem
-
-pytestmark = [
-    pytest.mark.deep,
-    pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem())),
-]
+pytestmark = pytest.mark.deep
 
 SUPPRESSIONS = Path(__file__).parent / "thread_sanitizer.supp"
 

@@ -9,10 +9,7 @@ import pytest
 
 from treeattn import ShardedCache
 
-from .raw_module import compiler_problem
 from .runtime import EmulatorRuntime
-
-pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])

@@ -19,10 +19,7 @@ from treeattn.attention.arguments import Rules
 from treeattn.errors import StateError
 
 from .cases import Case
-from .raw_module import compiler_problem
 from .runtime import EmulatorRuntime
-
-pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 PACKAGE = str(Path(treeattn.__file__).parent)
 CASE = Case("bfloat16", 64, group=4, batch=2)

@@ -5,16 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
 
 from tests.support.token_trees import Case
 from treeattn import ShardedCache
 from treeattn.token_tree import TokenTree, Verifier, verify
 
-from .raw_module import compiler_problem
 from .runtime import EmulatorRuntime
-
-pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 
 def test_packed_is_each_beam_alone(runtime: EmulatorRuntime) -> None:

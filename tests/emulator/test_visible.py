@@ -25,12 +25,10 @@ from treeattn.backends.cuda.variants import HEAD_DIMS
 from treeattn.errors import ArgumentError
 
 from .cases import Case, Inputs
-from .raw_module import compiler_problem
 from .runtime import CountingRuntime, EmulatorRuntime
 from .test_attention import CONTRACT
 
 Array = np.ndarray[Any, Any]
-needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 
 def test_spans_are_what_pieces_cover_together() -> None:
@@ -123,7 +121,6 @@ def case_of(kernel: str, tokens: int = 400) -> Case:
     return Case(dtype, 64, group=4, kv_heads=1, queries=5, batch=2, tokens=tokens, splits=3)
 
 
-@needs_emulator
 @pytest.mark.parametrize("kernel", ["fma", "mma"])
 def test_a_plan_and_a_graph_of_it_follow_their_tables(kernel: str) -> None:
     """In turn. Drafts and runs may outgrow the places of their tables. No graph makes tables."""
@@ -149,7 +146,6 @@ def test_a_plan_and_a_graph_of_it_follow_their_tables(kernel: str) -> None:
         runtime.capture(lambda: planned(*arrays))
 
 
-@needs_emulator
 def test_nan_that_one_query_sees_stays_with_it() -> None:
     """By multiply-add; tensor cores multiply all rows of a tile with all of its values."""
     q, k, v, _, _ = case_of("fma", 900).inputs()
@@ -166,7 +162,6 @@ def test_nan_that_one_query_sees_stays_with_it() -> None:
     assert (bits(records[:, :, others].copy()) == bits(clean[:, :, others].copy())).all()
 
 
-@needs_emulator
 def test_lengths_on_the_gpu_become_part_of_the_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupy_runtime, "current", lambda: EmulatorRuntime())
     rng = np.random.default_rng(0)
@@ -196,7 +191,6 @@ def test_tables_of_other_tiles_are_others() -> None:
     assert steps[0] != steps[1]
 
 
-@needs_emulator
 @pytest.mark.parametrize("kernel", ["fma", "mma"])
 def test_a_captured_step_sees_anew(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each replay has the bits of a call: with lengths, q_positions and runs of its own, and the same graph.
@@ -240,7 +234,6 @@ def test_a_captured_step_sees_anew(kernel: str, monkeypatch: pytest.MonkeyPatch)
         step(q_positions=np.arange(4))
 
 
-@needs_emulator
 def test_a_captured_step_takes_masks_where_it_had_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupy_runtime, "current", EmulatorRuntime)
     rng = np.random.default_rng(0)
@@ -267,7 +260,6 @@ def is_served(case: Any, kind: str) -> bool:
     return case.q.shape[3] in HEAD_DIMS and case.q.dtype != np.float64
 
 
-@needs_emulator
 @pytest.mark.parametrize("kind", ["plain", "8 bits", "latent"])
 def test_drawn_cases_are_exact_and_a_decoder_has_their_bits(
     kind: str, monkeypatch: pytest.MonkeyPatch

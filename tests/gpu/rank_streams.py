@@ -16,47 +16,38 @@ from treeattn.collectives.schedule import Schedule
 HEAD_DIM = 128
 
 
-class Ranks:
-    """One schedule over records [records, head_dim + 2] of each rank, all on one device: buffers and planned
-    steps. They share the multiprocessors: each has as many blocks as leave room for all at once."""
+class Streams:
+    """One schedule over records [records, head_dim + 2] of each rank: buffers, planned steps and streams.
+
+    They share the multiprocessors: each has as many blocks as leave room for all at once."""
 
     def __init__(
-        self, runtime: Any, schedule: Schedule, records: int, head_dim: int, *, seconds: float = 10.0
+        self, schedule: Schedule, records: int, head_dim: int = HEAD_DIM, *, seconds: float = 10.0
     ) -> None:
-        self._runtime, self.schedule = runtime, schedule
+        import cupy
+
+        self.schedule, self._runtime = schedule, cupy_runtime.current()
         proof, ranks = prove(schedule), range(schedule.size)
-        operator = cuda.MergeOperator(head_dim, runtime=runtime)
-        self.programs = [program.plan(schedule, proof, rank, records, node=tuple(ranks)) for rank in ranks]
-        self._windows = [runtime.expose(operator.window_bytes(each))[0] for each in self.programs]
-        width = head_dim + 2
-        self.buffers = [runtime.zeros(records * width, np.float32).reshape(records, width) for _ in ranks]
-        blocks = max(1, min(operator.resident_blocks(records), runtime.multiprocessors // schedule.size))
+        operator = cuda.MergeOperator(head_dim, runtime=self._runtime)
+        programs = [program.plan(schedule, proof, rank, records, node=tuple(ranks)) for rank in ranks]
+        self._windows = [self._runtime.expose(operator.window_bytes(each))[0] for each in programs]
+        self.buffers = [cupy.zeros((records, head_dim + 2), np.float32) for _ in ranks]
+        share = self._runtime.multiprocessors // schedule.size
+        blocks = max(1, min(operator.resident_blocks(records), share))
         self.steps: list[Any] = [
-            operator.planned_gets(self.buffers[rank], self.programs[rank], self._windows, seconds, blocks)
+            operator.planned_gets(self.buffers[rank], programs[rank], self._windows, seconds, blocks)
             for rank in ranks
         ]
-
-    def close(self) -> None:
-        """Free the windows, once nothing runs."""
-        self._runtime.synchronize_all()
-        for address in self._windows:
-            self._runtime.withdraw(address)
+        self.streams = [cupy.cuda.Stream(non_blocking=True) for _ in ranks]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-class Streams(Ranks):
-    """The ranks of a schedule, each with a stream of its own."""
-
-    def __init__(self, schedule: Schedule, records: int, head_dim: int, **options: float) -> None:
-        import cupy
-
-        super().__init__(cupy_runtime.current(), schedule, records, head_dim, **options)
-        self.streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(schedule.size)]
+        """Free the windows, once nothing runs."""
+        self._runtime.synchronize_all()
+        for address in self._windows:
+            self._runtime.withdraw(address)
 
 
 def microseconds(

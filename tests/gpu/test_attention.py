@@ -15,9 +15,6 @@ from treeattn.attention.shape import bits_of
 from treeattn.backends import cuda
 from treeattn.backends.cuda import cupy_runtime
 
-_PROBLEM = cupy_runtime.problem()
-pytestmark = pytest.mark.skipif(_PROBLEM is not None, reason=str(_PROBLEM))
-
 Array = np.ndarray[Any, Any]
 
 

@@ -12,17 +12,12 @@ import pytest
 
 import treeattn
 from tests.emulator.cases import CASES, Case, is_tensor_core_case
-from treeattn.backends.cuda import cupy_runtime
 from treeattn.collectives.runtime import nccl
 from treeattn.errors import BackendError
 
 from .test_attention import device_inputs
 
-_PROBLEM = cupy_runtime.problem()
-pytestmark = pytest.mark.skipif(_PROBLEM is not None, reason=str(_PROBLEM))
-needs_nccl = pytest.mark.skipif(
-    _PROBLEM is None and nccl.problem() is not None, reason=str(_PROBLEM or nccl.problem())
-)
+needs_nccl = pytest.mark.skipif(nccl.problem() is not None, reason=str(nccl.problem()))
 
 OVER_NCCL = [
     pytest.param(scheme, "nccl", marks=needs_nccl) for scheme in ("recursive_doubling", "nccl_allreduce")

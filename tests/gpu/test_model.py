@@ -10,15 +10,12 @@ import pytest
 
 from tests.support.models import PROMPT, write_model
 from treeattn import Reduction
-from treeattn.backends.cuda import cupy_runtime
 from treeattn.llama import Llama, Session
 
 try:
     from mpi4py import MPI
 except (ImportError, RuntimeError) as error:  # no mpi4py, or no library for it
     pytest.skip(f"needs an MPI library: {str(error).splitlines()[0]}", allow_module_level=True)
-
-pytestmark = pytest.mark.skipif(cupy_runtime.problem() is not None, reason=str(cupy_runtime.problem()))
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden/llama/logits.npz"
 

