@@ -93,12 +93,14 @@ def test_padding_on_the_right(model, cache):
             past_key_values=cache)  # fmt: skip
 
 
-def test_rows_that_are_nothing_but_padding_so_far(comm, model):
-    """A chunk, or a prefill, may end before a short text begins."""
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_rows_that_are_nothing_but_padding_so_far(comm, family):
+    """A chunk, or a prefill, may end before a short text begins, and a window be past its beginning."""
+    model = made(family, "treeattn")
     ids, mask = prompt(2, 20), torch.ones(2, 20, dtype=torch.int64)
     mask[1, :19] = 0
     greedy = {"attention_mask": mask, "do_sample": False, "max_new_tokens": 5}
-    wanted = made("Llama").generate(ids, **greedy).tolist()
+    wanted = made(family).generate(ids, **greedy).tolist()
     kv = huggingface.ShardedKV(model.config, comm, capacity=64)
     assert model.generate(ids, past_key_values=kv, prefill_chunk_size=7, **greedy).tolist() == wanted
     kv.reset()

@@ -99,6 +99,8 @@ class Origin:
                 )
         if not gone:
             self.begins = begins
+        elif self.begins is not None:
+            self.begins = np.where(self.begins < gone, self.begins, begins + gone)
         self.compared = True
 
     def known_begins(self, at: int) -> torch.Tensor | None:
