@@ -241,6 +241,18 @@ def test_the_way_is_measured_once_for_a_processor(monkeypatch, tmp_path):
     assert compile.measured("avx2", WORDS, lambda: "not kept") == "not kept"
 
 
+def test_the_way_kept_is_not_that_of_one_lucky_run(monkeypatch):
+    clock, seconds = [0.0], dict(zip(cpu.WAYS, ([1] + [9] * 6, [7] * 7, [8] * 7), strict=True))
+
+    def planned(records, *, way, **how):
+        turns = iter(seconds[way])
+        return lambda *arrays: clock.append(clock[-1] + next(turns))
+
+    monkeypatch.setattr(cpu_attention, "PlannedAttention", planned)
+    monkeypatch.setattr(cpu_attention.time, "thread_time", lambda: clock[-1])
+    assert cpu_attention.measure_way() == cpu.WAYS[1]
+
+
 @pytest.mark.parametrize("text", [b"scattered", b"\xff\xfe", b""])
 def test_what_was_kept_of_another_version_is_measured_anew_and_kept(monkeypatch, tmp_path, text):
     monkeypatch.setattr(compile, "library_path", lambda isa: tmp_path / "kernels.so")

@@ -63,3 +63,8 @@ def test_every_reader_reads_all(threads: int) -> None:
             memory[place] = 1
             assert bin(reader.read(memory, threads)).count("1") == 1, reader
             memory[place] = 0
+
+
+def test_a_narrower_instruction_set_stands_for_a_processor_without_the_wider(monkeypatch) -> None:
+    monkeypatch.setenv("TREEATTN_ISA", "portable")
+    assert {reader.isa for reader in readers()} == {"portable"}
