@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, TextIO, TypeVar
 
+import msgspec
+from msgspec import structs
+
 from treeattn.mpi import launch
 
 if TYPE_CHECKING:
@@ -174,6 +177,8 @@ def as_json(facts: object, indent: int | None = 1, separators: tuple[str, str] |
 
 
 def _finite(value: object) -> object:
+    if isinstance(value, msgspec.Struct):
+        value = structs.asdict(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
-from msgspec import structs
 
 from treeattn import collectives
 from treeattn.cli import options
@@ -29,32 +27,10 @@ from treeattn.report import Column, Progress, Report, between, count, microsecon
 from treeattn.selection import select
 from treeattn.study import intervals
 from treeattn.study.decode_step import StepShape, attention_cost, kv_ring_cost, query_ring_exchange
-from treeattn.study.intervals import DRAWS, UNKNOWN, Estimate, estimates
+from treeattn.study.intervals import DRAWS, estimates
 from treeattn.study.why import counts, headline
 
 _SCHEMES = "recursive_doubling,k_nomial_tree,reduce_scatter_gather,hierarchical,split_rail"
-
-
-class DecodeStep(NamedTuple):
-    """Microseconds: a rank's attention, the reduction alone, the step, and the steps of the two rings."""
-
-    attention: float
-    reduction: float
-    time: float
-    kv_ring: float
-    query_ring: float
-
-
-class SimulatedRow(NamedTuple):
-    """A scheme under a placement, and what it costs. drawn: microseconds of the steps that were
-    drawn, where arrivals differ by chance; the simulation is of the one among them that takes the median."""
-
-    scheme: str
-    placement: str
-    simulation: Simulation
-    step: DecodeStep | None
-    drawn: list[float]
-    estimate: Estimate = UNKNOWN
 
 
 @click.command("simulate")
@@ -106,30 +82,34 @@ def command(
     late.check(ranks)
     shape = _shape(sizes, tokens, kv_heads)
 
-    @functools.cache  # of all schemes, of which the rings are none
-    def of_rings(places: Placement, shape: StepShape) -> tuple[float, float, float]:
-        attention = attention_cost(named.cluster, len(places), shape)
-        exchange = query_ring_exchange(named.cluster, places, shape, executor)
-        kv_ring = kv_ring_cost(named.cluster, places, shape, executor)
-        return attention.time, kv_ring.time, (attention + exchange).time
-
-    rows: list[SimulatedRow] = []
+    rings: dict[Placement, dict[str, float]] = {}  # of a whole step, whatever the scheme
+    rows: list[dict[str, Any]] = []
+    costs, drawn = [], []
     with Progress() as say:
         for name, where, schedule, places in _cases(
             named.cluster, ranks, names, placements.split(","), result, say
         ):
             run = functools.partial(simulate, schedule, named.cluster, places, sizes.payload, executor)
-            one, drawn = _arriving(run, late, ranks, say, f"simulating {name}")
+            simulation, times = _arriving(run, late, ranks, say, f"simulating {name}")
+            costs.append(cost(simulation))
+            drawn += [times] if times else []
             step = None
             if shape is not None:
-                attention, *rings = of_rings(places, shape)
-                step = DecodeStep(attention, one.time, attention + one.time, *rings)
-            rows.append(SimulatedRow(name, where, one, step, drawn))
-    rows = _estimated(rows)
-    facts = [_facts(row, sizes.payload, several="," in placements) for row in rows]
-    sure = rows[0].estimate
+                if places not in rings:
+                    rings[places] = _rings(named.cluster, places, shape, executor)
+                attention, reduction = rings[places]["attention"], simulation.time
+                step = {"reduction": reduction, "time": attention + reduction, **rings[places]}
+            label = f"{name} ({where})" if "," in placements else name
+            facts = _facts(simulation, sizes.payload)
+            rows.append({"scheme": name, "label": label, "placement": where, **facts, "decode_step": step})
+    if form != "table" and len(rows) != 1:
+        raise ArgumentError(f"--format {form} draws one scheme under one placement, not {len(rows)}: name it")
+    for row, estimate in zip(rows, estimates(named.cluster, costs, drawn), strict=True):
+        row |= {"estimate": estimate, "like_fastest": estimate.like_the_baseline}
+    rows.sort(key=lambda row: row["estimate"].time)
+    sure = rows[0]["estimate"]
     time = f"{microseconds(sure.time)} µs ({between(sure.low, sure.high, microseconds)})"
-    said = headline(str(facts[0]["label"]), time, facts, rows[0].simulation.schedule.result == "scattered")
+    said = headline(rows[0]["label"], time, rows, rows[0]["result"] == "scattered")
     made = Report({
         "cluster": named.cluster.name,
         "named_by": named.by,
@@ -138,25 +118,34 @@ def command(
         "arrivals": late.text,
         "bytes": sizes.payload.bytes,
         "headline": said,
-        "rows": facts,
+        "rows": rows,
     })  # fmt: skip
     if form == "table":
-        runs = " and ".join(dict.fromkeys(row.simulation.executor for row in rows))
+        runs = " and ".join(dict.fromkeys(row["executor"] for row in rows))
         to_root = " to rank 0" if result == "root" else ""
         made.line(said)
         made.line(
             f"simulated: {ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each{to_root}; "
             f"run by {runs}"
         )
-        _show(made, rows, late, facts)
-    elif len(rows) != 1:
-        raise ArgumentError(f"--format {form} draws one scheme under one placement, not {len(rows)}: name it")
+        _show(made, rows, late, named.cluster)
     output.report(made)
     if form != "table":
         from treeattn.collectives.drawings import timeline  # loaded where something is drawn
 
         draw = {"svg": timeline.timeline, "rounds": timeline.rounds}[form]
-        output.draw(draw(rows[0].simulation), f"{rows[0].scheme} on {ranks} ranks, simulated")
+        output.draw(draw(simulation), f"{rows[0]['scheme']} on {ranks} ranks, simulated")
+
+
+def _rings(cluster: Cluster, places: Placement, shape: StepShape, executor: str | None) -> dict[str, float]:
+    """Microseconds of a rank's attention, and of a whole step by each ring."""
+    attention = attention_cost(cluster, len(places), shape)
+    exchange = query_ring_exchange(cluster, places, shape, executor)
+    return {
+        "attention": attention.time,
+        "kv_ring": kv_ring_cost(cluster, places, shape, executor).time,
+        "query_ring": (attention + exchange).time,
+    }
 
 
 def _arriving(
@@ -173,14 +162,6 @@ def _arriving(
         times.append(run(late.starts(draw, ranks)).time)
     middle = sorted(range(DRAWS), key=times.__getitem__)[DRAWS // 2]
     return run(late.starts(middle, ranks)), times
-
-
-def _estimated(rows: list[SimulatedRow]) -> list[SimulatedRow]:
-    """Rows in the order of their times, each with its interval and that of its ratio to the fastest."""
-    costs, drawn = [cost(row.simulation) for row in rows], [row.drawn for row in rows if row.drawn]
-    sure = estimates(rows[0].simulation.cluster, costs, drawn)
-    found = [row._replace(estimate=estimate) for row, estimate in zip(rows, sure, strict=True)]
-    return sorted(found, key=lambda row: row.estimate.time)
 
 
 def _shape(sizes: Sizes, tokens: int | None, kv_heads: int | None) -> StepShape | None:
@@ -238,71 +219,65 @@ def placed(cluster: Cluster, ranks: int, where: str) -> Placement:
     return places
 
 
-def estimated(of: Callable[[Any], Estimate]) -> list[Column[Any]]:
-    """Columns of the estimate of a row: microseconds, and the ratio to the fastest."""
+def estimated() -> list[Column[dict[str, Any]]]:
+    """Columns of the `Estimate` of a row: microseconds, and the ratio to the fastest."""
 
-    def ends(row: Any) -> str | None:
-        return None if of(row).is_baseline else between(of(row).ratio_low, of(row).ratio_high, ratio)
+    def ends(row: dict[str, Any]) -> str | None:
+        sure = row["estimate"]
+        return None if sure.is_baseline else between(sure.ratio_low, sure.ratio_high, ratio)
 
     return [
-        Column("µs", lambda row: of(row).time, microseconds),
-        Column("95 %", lambda row: between(of(row).low, of(row).high, microseconds)),
-        Column("ratio", lambda row: of(row).ratio, ratio),
+        Column("µs", lambda row: row["estimate"].time, microseconds),
+        Column("95 %", lambda row: between(row["estimate"].low, row["estimate"].high, microseconds)),
+        Column("ratio", lambda row: row["estimate"].ratio, ratio),
         Column("95 %", ends),
     ]
 
 
-def _show(made: Report, rows: list[SimulatedRow], late: Arrivals, facts: list[dict[str, Any]]) -> None:
-    fastest = rows[0]
-    same: dict[tuple[object, ...], list[SimulatedRow]] = {}  # messages, which stand in one row
-    for row, fact in zip(rows, facts, strict=True):
-        price = microseconds(row.estimate.time)
-        same.setdefault((fact["sends"], row.placement, price), []).append(row)
-    shown = [of[0]._replace(scheme=" = ".join(row.scheme for row in of)) for of in same.values()]
-    columns: list[Column[SimulatedRow]] = [Column("scheme", words=True)]
-    if len({row.placement for row in rows}) > 1:
+def _show(made: Report, rows: list[dict[str, Any]], late: Arrivals, cluster: Cluster) -> None:
+    fastest, step = rows[0], rows[0]["decode_step"]
+    same: dict[tuple[object, ...], list[dict[str, Any]]] = {}  # messages, which stand in one row
+    for row in rows:
+        price = microseconds(row["estimate"].time)
+        same.setdefault((row["sends"], row["placement"], price), []).append(row)
+    shown = [of[0] | {"scheme": " = ".join(row["scheme"] for row in of)} for of in same.values()]
+    columns: list[Column[dict[str, Any]]] = [Column("scheme", words=True)]
+    if len({row["placement"] for row in rows}) > 1:
         columns.append(Column("placement", words=True))
-    columns += estimated(attrgetter("estimate"))
-    if fastest.step is None:
-        columns.append(Column("NIC", lambda row: row.simulation.max_nic_bytes, count))
+    columns += estimated()
+    if step is None:
+        columns.append(Column("NIC", "busiest_card_bytes", count))
     else:
-        columns.append(Column("step, µs", lambda row: row.step and row.step.time, microseconds))
+        columns.append(Column("step, µs", lambda row: row["decode_step"]["time"], microseconds))
     made.table(shown, columns)
     made.line()
     if late != TOGETHER:
         drawn = f", median of {DRAWS} steps" if late.drawn else ""
         made.line(f"from the first entry to the last end, with arrivals {late.text}{drawn}")
-    made.line(intervals.words(fastest.simulation.cluster, ((row.scheme, row.estimate) for row in rows)))
-    if fastest.step is None:
+    made.line(intervals.words(cluster, ((row["scheme"], row["estimate"]) for row in rows)))
+    if step is None:
         made.line("NIC: bytes of the card that sends most")
-    made.line(f"floor, what no scheme is faster than: {microseconds(fastest.simulation.bound)} µs")
-    if (step := fastest.step) is not None:
-        both = f"attention {step.attention:,.1f} µs + reduction {step.reduction:,.1f} µs"
-        made.line(f"whole step: {both}; kv_ring {step.kv_ring:,.0f} µs, query_ring {step.query_ring:,.1f} µs")
-    path = critical_path(fastest.simulation)
-    made.line(f"{fastest.scheme}: {in_words(path)}")
-    if (share := assumed_share(path)) >= 0.005:
+    made.line(f"floor, what no scheme is faster than: {microseconds(fastest['floor_microseconds'])} µs")
+    if step is not None:
+        both = f"attention {step['attention']:,.1f} µs + reduction {step['reduction']:,.1f} µs"
+        rings = f"kv_ring {step['kv_ring']:,.0f} µs, query_ring {step['query_ring']:,.1f} µs"
+        made.line(f"whole step: {both}; {rings}")
+    made.line(f"{fastest['scheme']}: {fastest['critical_path']}")
+    if (share := fastest["assumed_share"]) >= 0.005:
         made.line(f"*: by prices that are assumed, not measured; they make {share:.0%} of this time")
 
 
-def _facts(row: SimulatedRow, payload: Payload, several: bool) -> dict[str, Any]:
-    simulation, path = row.simulation, critical_path(row.simulation)
-    nodes = placement.node_groups(simulation.cluster, simulation.places)
-    sizes = payload.records, payload.record_bytes, payload.group
+def _facts(simulation: Simulation, payload: Payload) -> dict[str, Any]:
+    path, nodes = critical_path(simulation), placement.node_groups(simulation.cluster, simulation.places)
     return {
-        "scheme": row.scheme,
-        "label": f"{row.scheme} ({row.placement})" if several else row.scheme,
-        "like_fastest": row.estimate.like_the_baseline,
-        **counts(simulation.schedule, nodes, *sizes),
-        "placement": row.placement,
+        **counts(simulation.schedule, nodes, payload.records, payload.record_bytes, payload.group),
+        "result": simulation.schedule.result,
         "executor": simulation.executor,
         "assumed_share": assumed_share(path),
         "microseconds": simulation.time,
-        "estimate": structs.asdict(row.estimate),
         "floor_microseconds": simulation.bound,
         "tiers": [{"tier": t.tier, "messages": t.messages, "bytes": t.bytes} for t in simulation.traffic],
         "busiest_card_bytes": simulation.max_nic_bytes,
         "critical_path": in_words(path),
         "segments": [segment._asdict() for segment in path],
-        "decode_step": row.step and row.step._asdict(),
     }

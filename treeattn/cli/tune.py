@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from operator import itemgetter
-from typing import Any
 
 import click
-from msgspec import structs
 
 from treeattn.cli import options
 from treeattn.cli.options import Output, Sizes
 from treeattn.cli.simulate import estimated, placed
 from treeattn.collectives.clusters.bound import lower_bound
-from treeattn.collectives.clusters.synthesis import Machine, Priced, front, search
+from treeattn.collectives.clusters.synthesis import Machine, front, search
 from treeattn.errors import ArgumentError
 from treeattn.mpi.topology import needed
 from treeattn.report import Column, Progress, Report, count, microseconds
 from treeattn.study import intervals
-from treeattn.study.intervals import Estimate, estimates
+from treeattn.study.intervals import estimates
 from treeattn.study.why import headline
 
 
@@ -57,8 +54,24 @@ def command(
     executors, runs = named.cluster.executors, named.cluster.executor_for(machine.places, executor)
     floor = lower_bound(named.cluster, machine.places, sizes.payload.bytes, executors[runs])
     output.write((replace(best[0].schedule, name="tuned").to_json() + "\n").encode())
-    found = estimates(named.cluster, [one.cost for one in everything])
-    sure = {one.name: estimate for one, estimate in zip(everything, found, strict=True)}
+    rows = [
+        {
+            "schedule": one.name,
+            "label": one.name,
+            "microseconds": one.time,
+            "busiest_card_bytes": one.max_nic_bytes,
+            "determinism": one.bits,
+            "messages": one.schedule.messages,
+            "estimate": estimate,
+            "like_fastest": estimate.like_the_baseline,
+            "on_the_front": one in best,
+        }
+        for one, estimate in zip(
+            everything, estimates(named.cluster, [one.cost for one in everything]), strict=True
+        )
+    ]
+    shown = [row for row in rows if row["on_the_front"]]
+    beaten = [row["like_fastest"] for row in rows if not row["on_the_front"]]
     share = sum(time for (_, assumed), time in best[0].cost.by_price.items() if assumed) / best[0].time
     made = Report({
         "cluster": named.cluster.name,
@@ -70,17 +83,15 @@ def command(
         "floor_microseconds": floor,
         "not_priced": left,
         "scheme": by_name.name,
-        "rows": [{**_facts(one, sure[one.name]), "on_the_front": one in best} for one in everything],
+        "rows": rows,
         "fastest": json.loads(best[0].schedule.to_json()),
     })  # fmt: skip
-    rows = [{"label": one.name, "like_fastest": sure[one.name].like_the_baseline} for one in best]
-    beaten = [sure[one.name].like_the_baseline for one in everything if one not in best]
-    said = headline(best[0].name, f"{microseconds(best[0].time)} µs", rows)
+    said = headline(best[0].name, f"{microseconds(best[0].time)} µs", shown)
     made.line(f"{said}; of {len(beaten)} others {sum(beaten)} cannot be told apart from it")
     made.line(f"simulated: {ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each; run by {runs}")
-    made.table([{**_facts(one, sure[one.name]), "sure": sure[one.name]} for one in best], [
+    made.table(shown, [
         Column("schedule", words=True),
-        *estimated(itemgetter("sure")),
+        *estimated(),
         Column("x floor", lambda row: row["microseconds"] / floor, ".2f", wide=True),
         Column("NIC", "busiest_card_bytes", count),
         Column("bits", lambda row: "always" if row["determinism"] == "A" else "in order"),
@@ -89,7 +100,7 @@ def command(
     made.line(
         f"\n{len(everything)} candidates; shown is what none beats in time, bytes of the busiest NIC and bits"
     )
-    made.line(intervals.words(named.cluster, ((one.name, sure[one.name]) for one in best)))
+    made.line(intervals.words(named.cluster, ((row["label"], row["estimate"]) for row in shown)))
     made.line("bits: always, by any merge that commutes; in order, where ranks fold in one order, as here")
     if share >= 0.005:
         made.line(f"assumed prices: {share:.0%} of the fastest's time")
@@ -100,14 +111,3 @@ def command(
         path = output.out
         made.text(f"{path} holds the fastest: treeattn decode --scheme {path}, treeattn schedule {path}")
     output.report(made)
-
-
-def _facts(one: Priced, estimate: Estimate) -> dict[str, Any]:
-    return {
-        "schedule": one.name,
-        "microseconds": one.time,
-        "busiest_card_bytes": one.max_nic_bytes,
-        "determinism": one.bits,
-        "messages": one.schedule.messages,
-        "estimate": structs.asdict(estimate),
-    }

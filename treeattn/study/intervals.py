@@ -68,9 +68,6 @@ class Estimate(msgspec.Struct, frozen=True):
         return self.ratio_low <= 1 <= self.ratio_high
 
 
-UNKNOWN = Estimate(math.nan, math.nan, math.nan, math.nan, math.nan, math.nan)
-
-
 def estimates(
     cluster: Cluster, costs: Sequence[Cost], drawn: Sequence[Sequence[float]] = ()
 ) -> list[Estimate]:

@@ -48,7 +48,7 @@ def test_an_executor_without_prices_is_named():
 def test_an_order_that_assumed_prices_decide_is_said_once(monkeypatch):
     ranks = topology.Topology(tuple(topology.Rank(rank, 0, ()) for rank in range(2)))
     monkeypatch.setattr(topology, "detect", lambda world: ranks)
-    unsure = replace(intervals.UNKNOWN, assumed_decides=True)
+    unsure = intervals.Estimate(*[1.0] * 6, assumed_decides=True)
     monkeypatch.setattr(prediction, "estimates", lambda cluster, costs: [unsure] * len(costs))
     world = SimpleNamespace(rank=0, size=1, allgather=lambda value: [value])
     keys = [KEY, replace(KEY, heads=8, kv_heads=8)]
