@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 import click
 
 from treeattn import files
 from treeattn.collectives.runtime.communicator import Communicator
-from treeattn.collectives.schedule import Payload
 from treeattn.errors import ArgumentError, TreeattnError
 from treeattn.mpi import communicators
 from treeattn.mpi.communicators import MpiCommunicator, collectively, must_match
@@ -105,41 +104,8 @@ LAYOUT = click.option("--layout", callback=read(parse_layout), default="contiguo
 REPEAT = click.option("--repeat", type=COUNT, default=10, help="Timed steps after the first one.")
 
 
-def grouped(
-    name: str, make: Callable[..., object], **options: Callable[[Command], Command]
-) -> Callable[[Command], Command]:
-    """Decorate a command with options that it takes as one argument, `name`: `make` of their values."""
-
-    def decorate(command: Command) -> Command:
-        @functools.wraps(command)
-        def combined(**given: Any) -> Any:
-            return command(**{name: make(**{option: given.pop(option) for option in options})}, **given)
-
-        made: Any = combined
-        for option in reversed(options.values()):
-            made = option(made)
-        return cast(Command, made)
-
-    return decorate
-
-
-class Sizes(NamedTuple):
-    """Sizes of a query and of what is reduced for it."""
-
-    heads: int
-    head_dim: int
-
-    @property
-    def payload(self) -> Payload:
-        """The records of one rank, in float32."""
-        return Payload(self.heads, 4 * (self.head_dim + 2))
-
-
-size_options = grouped(
-    "sizes", Sizes,
-    heads=click.option("--heads", type=SIZE, default=16),
-    head_dim=click.option("--head-dim", type=SIZE, default=128),
-)  # fmt: skip
+HEADS = click.option("--heads", type=SIZE, default=16)
+HEAD_DIM = click.option("--head-dim", type=SIZE, default=128)
 
 
 class Output:
@@ -185,18 +151,29 @@ def output_options(
     wide: bool = True,
     json: str | None = "Write everything that was found.",
 ) -> Callable[[Command], Command]:
-    """Make the options of `Output`.
+    """Decorate a command with the options of `Output`, which it takes as one argument, `output`.
 
     out, json: their help, for commands that have them. required: what ``--out`` takes, where it is needed.
     """
-    options = {}
-    if out is not None:
-        options["out"] = click.option("--out", type=FILE, metavar=required, required=bool(required), help=out)
-    if wide:
-        options["wide"] = click.option("--wide", is_flag=True, help="Every column, however wide it becomes.")
-    if json is not None:
-        options["json"] = click.option("--json", type=FILE, help=json)
-    return grouped("output", Output, **options)
+    made = {
+        "json": click.option("--json", type=FILE, help=json),
+        "wide": click.option("--wide", is_flag=True, help="Every column, however wide it becomes."),
+        "out": click.option("--out", type=FILE, metavar=required, required=bool(required), help=out),
+    }
+    has = {"json": json is not None, "wide": wide, "out": out is not None}
+
+    def decorate(command: Command) -> Command:
+        @functools.wraps(command)
+        def combined(**given: Any) -> Any:
+            output = Output(**{name: given.pop(name) for name in made if has[name]})
+            return command(output=output, **given)
+
+        decorated: Any = combined
+        for name in made:
+            decorated = made[name](decorated) if has[name] else decorated
+        return cast(Command, decorated)
+
+    return decorate
 
 
 def ranks() -> Communicator:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 import click
 
 from treeattn import collectives
-from treeattn.cli.options import RANKS, RESULT, Output, Sizes, output_options, size_options
+from treeattn.cli.options import HEAD_DIM, HEADS, RANKS, RESULT, Output, output_options
 from treeattn.cli.scheme import build, from_file, is_file
 from treeattn.collectives.catalog import with_result
 from treeattn.collectives.drawings import text as draw
@@ -27,7 +27,8 @@ _DRAWINGS = {"text": draw.text, "svg": draw.svg, "html": draw.html}
 @RESULT
 @click.option("--format", "form", type=click.Choice([*_DRAWINGS, "json", "goal"]), default="text",
               help="goal, with messages of --heads, is for simulators of networks.")  # fmt: skip
-@size_options
+@HEADS
+@HEAD_DIM
 @output_options("Write the drawing here instead of to the screen.", wide=False,
                 json="Write the schedule and its certificate here.")  # fmt: skip
 def command(
@@ -36,7 +37,8 @@ def command(
     nodes: str | None,
     result: Result,
     form: str,
-    sizes: Sizes,
+    heads: int,
+    head_dim: int,
     output: Output,
 ) -> None:
     """Show who sends what to whom in SCHEME, after proving that it counts every rank exactly once.
@@ -59,8 +61,8 @@ def command(
     if form in _DRAWINGS:
         drawing = _DRAWINGS[form](schedule, grouped)
     else:
-        messages = sizes.payload.records, sizes.payload.record_bytes
-        drawing = schedule.to_json() if form == "json" else draw.goal(schedule, *messages)
+        record = 4 * (head_dim + 2)
+        drawing = schedule.to_json() if form == "json" else draw.goal(schedule, heads, record)
     output.report(facts)
     output.draw(drawing, f"{schedule.name} on {schedule.size} ranks")
 

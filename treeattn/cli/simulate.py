@@ -10,7 +10,7 @@ import click
 
 from treeattn import collectives
 from treeattn.cli import options
-from treeattn.cli.options import Output, Sizes
+from treeattn.cli.options import Output
 from treeattn.cli.scheme import build, from_file, is_file
 from treeattn.collectives import Schedule
 from treeattn.collectives.catalog import with_result
@@ -41,7 +41,8 @@ _SCHEMES = "recursive_doubling,k_nomial_tree,reduce_scatter_gather,hierarchical,
 @click.option("--placement", "placements", default="block", metavar="A,B,..|0+8+1+9",
               help="block, cyclic, suited: where ranks sit: several, or the place of each rank.")  # fmt: skip
 @click.option("--executor", help="Who runs the rounds; each cluster lists its own.")
-@options.size_options
+@options.HEADS
+@options.HEAD_DIM
 @click.option("--tokens", callback=options.read(options.number), metavar="N",
               help="Whole decode steps over so many tokens, and the rings' too.")  # fmt: skip
 @click.option("--kv-heads", type=options.SIZE, help="With --tokens.  [heads]")
@@ -57,7 +58,8 @@ def command(
     result: Result,
     placements: str,
     executor: str | None,
-    sizes: Sizes,
+    heads: int,
+    head_dim: int,
     tokens: int | None,
     kv_heads: int | None,
     late: Arrivals | None,
@@ -80,7 +82,7 @@ def command(
     output.open()
     late = late or TOGETHER
     late.check(ranks)
-    shape = _shape(sizes, tokens, kv_heads)
+    shape, payload = _shape(tokens, heads, kv_heads, head_dim), Payload(heads, 4 * (head_dim + 2))
 
     rings: dict[Placement, dict[str, float]] = {}  # of a whole step, whatever the scheme
     rows: list[dict[str, Any]] = []
@@ -89,7 +91,7 @@ def command(
         for name, where, schedule, places in _cases(
             named.cluster, ranks, names, placements.split(","), result, say
         ):
-            run = functools.partial(simulate, schedule, named.cluster, places, sizes.payload, executor)
+            run = functools.partial(simulate, schedule, named.cluster, places, payload, executor)
             simulation, times = _arriving(run, late, ranks, say, f"simulating {name}")
             costs.append(cost(simulation))
             drawn += [times] if times else []
@@ -100,7 +102,7 @@ def command(
                 attention, reduction = rings[places]["attention"], simulation.time
                 step = {"reduction": reduction, "time": attention + reduction, **rings[places]}
             label = f"{name} ({where})" if "," in placements else name
-            facts = _facts(simulation, sizes.payload)
+            facts = _facts(simulation, payload)
             rows.append({"scheme": name, "label": label, "placement": where, **facts, "decode_step": step})
     if form != "table" and len(rows) != 1:
         raise ArgumentError(f"--format {form} draws one scheme under one placement, not {len(rows)}: name it")
@@ -116,7 +118,7 @@ def command(
         "ranks": ranks,
         "result": result,
         "arrivals": late.text,
-        "bytes": sizes.payload.bytes,
+        "bytes": payload.bytes,
         "headline": said,
         "rows": rows,
     })  # fmt: skip
@@ -125,8 +127,7 @@ def command(
         to_root = " to rank 0" if result == "root" else ""
         made.line(said)
         made.line(
-            f"simulated: {ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each{to_root}; "
-            f"run by {runs}"
+            f"simulated: {ranks} ranks on {named.shown}; {payload.bytes:,} bytes each{to_root}; run by {runs}"
         )
         _show(made, rows, late, named.cluster)
     output.report(made)
@@ -164,7 +165,7 @@ def _arriving(
     return run(late.starts(middle, ranks)), times
 
 
-def _shape(sizes: Sizes, tokens: int | None, kv_heads: int | None) -> StepShape | None:
+def _shape(tokens: int | None, heads: int, kv_heads: int | None, head_dim: int) -> StepShape | None:
     """The whole decode step, where it is asked for."""
     if tokens is None:
         if kv_heads is not None:
@@ -172,9 +173,9 @@ def _shape(sizes: Sizes, tokens: int | None, kv_heads: int | None) -> StepShape 
                 "--kv-heads says how large the cache is: give --tokens N too, or leave it out"
             )
         return None
-    if sizes.heads % (kv_heads or 1):
-        raise ArgumentError(f"--kv-heads {kv_heads} does not divide --heads {sizes.heads}: give a divisor")
-    return StepShape(tokens, sizes.heads, kv_heads or sizes.heads, sizes.head_dim)
+    if heads % (kv_heads or 1):
+        raise ArgumentError(f"--kv-heads {kv_heads} does not divide --heads {heads}: give a divisor")
+    return StepShape(tokens, heads, kv_heads or heads, head_dim)
 
 
 def _cases(

@@ -8,10 +8,11 @@ from dataclasses import replace
 import click
 
 from treeattn.cli import options
-from treeattn.cli.options import Output, Sizes
+from treeattn.cli.options import Output
 from treeattn.cli.simulate import estimated, placed
 from treeattn.collectives.clusters.bound import lower_bound
 from treeattn.collectives.clusters.synthesis import Machine, front, search
+from treeattn.collectives.schedule import Payload
 from treeattn.errors import ArgumentError
 from treeattn.mpi.topology import needed
 from treeattn.report import Column, Progress, Report, count, microseconds
@@ -26,14 +27,16 @@ from treeattn.study.why import headline
 @click.option("--placement", "where", default="block", metavar="P|0+8+1+9",
               help="Where ranks sit: block, cyclic, or the place of each.")  # fmt: skip
 @click.option("--executor", help="Who runs the rounds; each cluster lists its own.")
-@options.size_options
+@options.HEADS
+@options.HEAD_DIM
 @options.output_options("Write the fastest as a schedule for decode --scheme FILE.json.")
 def command(
     cluster: str | None,
     ranks: int,
     where: str,
     executor: str | None,
-    sizes: Sizes,
+    heads: int,
+    head_dim: int,
     output: Output,
 ) -> None:
     """Search for the schedule that suits a machine: the catalogue's schemes and parameters, and ranks
@@ -46,13 +49,14 @@ def command(
     if output.out is not None and output.out.suffix != ".json":
         raise ArgumentError(f"--out {str(output.out)!r}: schedules are files that end in .json; name it so")
     output.open()
-    machine = Machine(named.cluster, placed(named.cluster, ranks, where), sizes.payload, executor)
+    payload = Payload(heads, 4 * (head_dim + 2))
+    machine = Machine(named.cluster, placed(named.cluster, ranks, where), payload, executor)
     with Progress() as say:
         everything, left = search(machine, say)
     best = front(everything)
     by_name = next(one for one in everything if "," not in one.name)  # not reordered
     executors, runs = named.cluster.executors, named.cluster.executor_for(machine.places, executor)
-    floor = lower_bound(named.cluster, machine.places, sizes.payload.bytes, executors[runs])
+    floor = lower_bound(named.cluster, machine.places, payload.bytes, executors[runs])
     output.write((replace(best[0].schedule, name="tuned").to_json() + "\n").encode())
     rows = [
         {
@@ -77,7 +81,7 @@ def command(
         "cluster": named.cluster.name,
         "named_by": named.by,
         "ranks": ranks,
-        "bytes": sizes.payload.bytes,
+        "bytes": payload.bytes,
         "executor": runs,
         "assumed_share": share,
         "floor_microseconds": floor,
@@ -88,7 +92,7 @@ def command(
     })  # fmt: skip
     said = headline(best[0].name, f"{microseconds(best[0].time)} µs", shown)
     made.line(f"{said}; of {len(beaten)} others {sum(beaten)} cannot be told apart from it")
-    made.line(f"simulated: {ranks} ranks on {named.shown}; {sizes.payload.bytes:,} bytes each; run by {runs}")
+    made.line(f"simulated: {ranks} ranks on {named.shown}; {payload.bytes:,} bytes each; run by {runs}")
     made.table(shown, [
         Column("schedule", words=True),
         *estimated(),
