@@ -17,8 +17,7 @@ import numpy as np
 from treeattn import partial
 from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
-from treeattn.study import environment
-from treeattn.study.roofline import cpu as roofline
+from treeattn.study import environment, roofline
 
 
 def best_microseconds(run: Any, calls: int, repeats: int = 500) -> float:

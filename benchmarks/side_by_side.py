@@ -36,7 +36,7 @@ from treeattn.backends import cpu
 from treeattn.backends.cpu import compile
 from treeattn.mpi import communicators
 from treeattn.study import environment
-from treeattn.study.roofline.reading import fastest_reader
+from treeattn.study.roofline import fastest_reader
 
 try:
     import ring_attention_pytorch

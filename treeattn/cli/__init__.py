@@ -66,12 +66,17 @@ class _Commands(click.Group):
         return list(_COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name in _COMMANDS:
-            command: click.Command = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").command
-            return command
-        if near := difflib.get_close_matches(name, _COMMANDS, 1):
-            ctx.fail(f"No such command {name!r:.60}: did you mean {near[0]}?")
-        return None
+        if name not in _COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"{__name__}.{name.replace('-', '_')}").command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if (near := difflib.get_close_matches(args[0], _COMMANDS, 1)) and args[0] not in _COMMANDS:
+            ctx.fail(f"No such command {args[0]!r:.60}: did you mean {near[0]}?")
+        return super().resolve_command(ctx, args)
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         """Names of commands without their modules, and options."""

@@ -6,12 +6,11 @@ from typing import Any
 
 import click
 
-from treeattn.cli.options import COUNT, Output, number, numbers, output_options, read
+from treeattn.cli.options import COUNT, Output, choices, number, numbers, output_options, read
 from treeattn.errors import ArgumentError
 from treeattn.mpi import launch
 from treeattn.report import Column, Progress, Report
-from treeattn.study import environment
-from treeattn.study.roofline import cpu as roofline
+from treeattn.study import environment, roofline
 
 _COLUMNS: list[Column[dict[str, Any]]] = [
     Column("dtype"),
@@ -26,7 +25,9 @@ _COLUMNS: list[Column[dict[str, Any]]] = [
 
 @click.command("roofline")
 @click.option("--tokens", callback=read(number), default="65536", help="Context length; Ki = 1024.")
-@click.option("--dtypes", default=",".join(roofline.DTYPES), metavar="D[,D..]")
+@click.option(
+    "--dtypes", callback=read(choices(roofline.DTYPES)), default=",".join(roofline.DTYPES), metavar="D[,D..]"
+)
 @click.option("--groups", callback=read(numbers), default="1,4", metavar="N[,N..]",
               help="Query heads per KV head.")  # fmt: skip
 @click.option("--threads", callback=read(numbers), default="1", metavar="N[,N..]")
@@ -35,7 +36,7 @@ _COLUMNS: list[Column[dict[str, Any]]] = [
 @output_options(wide=False, json="Write what was measured here.")
 def command(
     tokens: int,
-    dtypes: str,
+    dtypes: tuple[str, ...],
     groups: list[int],
     threads: list[int],
     repeat: int,
@@ -53,8 +54,7 @@ def command(
     output.open()
     # Before measuring: it loads the MPI library, which may end the process.
     facts = {"cpu": environment.cpu_name(), "software": environment.software()}
-    what = tokens, dtypes.split(","), groups, threads, repeat
-    measured = roofline.measure(*what, progress=Progress()) | facts
+    measured = roofline.measure(tokens, dtypes, groups, threads, repeat, Progress()) | facts
     made = Report(measured)
     made.line(f"{measured['cpu']}, {measured['isa']}")
     made.table(measured["rows"], _COLUMNS)

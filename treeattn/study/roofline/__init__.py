@@ -1,1 +1,0 @@
-"""How near the kernels come to bare reading."""
