@@ -32,6 +32,12 @@ class StepShape(NamedTuple):
     queries: int = 1
     bytes: int = 2
 
+    @property
+    def payload(self) -> Payload:
+        """The records of a rank."""
+        record = (8 if self.bytes == 8 else 4) * (self.head_dim + 2)
+        return Payload(self.batch * self.heads * self.queries, record, self.queries)
+
 
 def attention_cost(cluster: Cluster, ranks: int, shape: StepShape) -> Cost:
     """The cost of a rank's attention. Raises `ArgumentError` for a cluster that does not say how fast a rank
@@ -47,9 +53,7 @@ def reduction_cost(
     cluster: Cluster, places: Placement, schedule: Schedule, shape: StepShape, executor: str | None = None
 ) -> Cost:
     """The cost of the reduction alone."""
-    records = shape.batch * shape.heads * shape.queries
-    payload = Payload(records, 4 * (shape.head_dim + 2), shape.queries)
-    return cost(simulate(schedule, cluster, places, payload, executor))
+    return cost(simulate(schedule, cluster, places, shape.payload, executor))
 
 
 def kv_ring_cost(cluster: Cluster, places: Placement, shape: StepShape, executor: str | None = None) -> Cost:
@@ -64,8 +68,8 @@ def query_ring_exchange(
     cluster: Cluster, places: Placement, shape: StepShape, executor: str | None = None
 ) -> Cost:
     """The cost of a step by the ring of queries, without the attention of a rank."""
-    ranks, record = len(places), 4 * (shape.head_dim + 2)
-    slice_ = -(-shape.batch * shape.heads * shape.queries // ranks) * record
+    ranks, payload = len(places), shape.payload
+    slice_ = -(-payload.records // ranks) * payload.record_bytes
     pass_on = _hop(cluster, places, slice_, executor)
     gather = cost(simulate(_gather(ranks), cluster, places, Payload(ranks, slice_), executor))
     return (ranks - 1) * pass_on + gather

@@ -9,12 +9,11 @@ import numpy as np
 
 from treeattn.attention.shape import DTYPES
 from treeattn.collectives.catalog import EXECUTOR_OVER
-from treeattn.collectives.clusters.critical_path import Cost, cost
+from treeattn.collectives.clusters.critical_path import Cost
 from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement
-from treeattn.collectives.clusters.simulate import simulate
-from treeattn.collectives.schedule import Payload, Schedule
-from treeattn.errors import ArgumentError, RestrictionError
+from treeattn.collectives.schedule import Schedule
+from treeattn.errors import ArgumentError, ScheduleError
 from treeattn.mpi import topology
 from treeattn.mpi.communicators import MpiCommunicator, collectively
 from treeattn.mpi.topology import Described
@@ -82,27 +81,22 @@ def predicted(
     reads."""
     if key.algorithm is not None or lacking(cluster, places, key):
         return None
-    executor = EXECUTOR_OVER.get(key.transport)
-    if key.what == "decode" and cluster.memory is None:
-        return None
-    size = np.dtype(DTYPES[key.dtype]).itemsize
+    executor, size = EXECUTOR_OVER.get(key.transport), np.dtype(DTYPES[key.dtype]).itemsize
     shape = StepShape(key.tokens, key.heads, key.kv_heads, key.head_dim, key.batch, key.queries, size)
+    attention = Cost({})
+    if key.what == "decode":
+        if cluster.memory is None:
+            return None
+        attention = attention_cost(cluster, key.ranks, shape)
     if key.scheme == "kv_ring":
         return kv_ring_cost(cluster, places, shape, executor)
-    attention = attention_cost(cluster, key.ranks, shape) if key.what == "decode" else Cost({})
     if key.scheme == "query_ring":
         return attention + query_ring_exchange(cluster, places, shape, executor)
     selection = select(user_schedules.get(key.scheme, key.scheme))
-    if selection.own is not None and selection.own.size != key.ranks:  # to run it will say so
-        return None
-    if selection.own is None and selection.row.generator is None:
+    if selection.own is not None and selection.own.size != key.ranks:
         return None
     try:
         schedule = selection.build(key.ranks, nodes)
-    except RestrictionError:  # likewise
+    except ScheduleError:  # a library's or a baseline; what cannot be, running it will say
         return None
-    if key.what == "reduce":
-        records = key.batch * key.heads * key.queries
-        payload = Payload(records, key.record_bytes // records, key.queries)
-        return cost(simulate(schedule, cluster, places, payload, executor))
     return attention + reduction_cost(cluster, places, schedule, shape, executor)
