@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from treeattn.collectives.schedule import Schedule
 from treeattn.decoder import Decoder
 from treeattn.decoder.request import Reduction
 from treeattn.errors import ArgumentError
-from treeattn.llama.config import Config
 from treeattn.llama.drafts import NgramDrafts
 from treeattn.llama.generate import Continuation, generate
 from treeattn.llama.model import WEIGHTS, Llama
@@ -89,13 +88,17 @@ def command(
     else:
         model = collectively(world, lambda: Llama(directory, device=device, mapped=cores.ranks > 1))
 
-    def tokens_of_prompt() -> tuple[Tokenizer | None, list[int]]:
+    def tokens_of_prompt() -> tuple[Callable[[list[int]], str], list[int]]:
         """Text is rank 0's business."""
-        if world.rank:
-            return None, []
-        return _tokens(directory, model.config, prompt, prompt_file, prompt_ids)
+        if sum(one is not None for one in (prompt, prompt_file, prompt_ids)) != 1:
+            raise ArgumentError("give one of --prompt, --prompt-file, --prompt-ids")
+        if prompt_ids is not None or world.rank:
+            return lambda tokens: ",".join(map(str, tokens)), prompt_ids or []
+        tokenizer = Tokenizer(directory, model.config.vocab_size)
+        text = prompt if prompt_file is None else files.read_text(prompt_file)
+        return tokenizer.decode, tokenizer.encode(text or "")
 
-    tokenizer, tokens = collectively(world, tokens_of_prompt)
+    text_of, tokens = collectively(world, tokens_of_prompt)
     with watchdog.Activity("the prompt"):
         tokens = world.bcast(tokens)
     planned: dict[str, Any] = {
@@ -105,7 +108,7 @@ def command(
     }
     with Session(world, model, tokens, **planned) as session:
         drafter = NgramDrafts() if draft and world.rank == 0 else None
-        stream = TextStream(tokenizer, world.rank == 0)
+        stream = TextStream(text_of)
         made = generate(
             session, max_new_tokens, model.config.eos, drafter, lambda made: stream(made.tokens),
             Progress(world.rank == 0),
@@ -131,44 +134,22 @@ def command(
     return 0
 
 
-def _tokens(
-    directory: Path, config: Config, prompt: str | None, file: Path | None, ids: list[int] | None
-) -> tuple[Tokenizer | None, list[int]]:
-    """The tokenizer of a model where text is asked for, and the prompt's tokens. Raises `ArgumentError`."""
-    if sum(one is not None for one in (prompt, file, ids)) != 1:
-        raise ArgumentError("give one of --prompt, --prompt-file, --prompt-ids")
-    if ids is not None:
-        return None, ids
-    tokenizer = Tokenizer(directory, config.vocab_size)
-    return tokenizer, tokenizer.encode((prompt if file is None else files.read_text(file)) or "")
-
-
 class TextStream:
-    """Prints tokens as they come: whole characters, or numbers."""
+    """Prints the text of tokens as they come, whole characters each time."""
 
-    def __init__(self, tokenizer: Tokenizer | None, shown: bool) -> None:
-        self._tokenizer, self._shown = tokenizer, shown
-        self._printed, self._text, self._count = "", "", 0
+    def __init__(self, text_of: Callable[[list[int]], str]) -> None:
+        self._text_of, self._text, self._printed = text_of, "", ""
 
     def __call__(self, tokens: list[int]) -> None:
         """All tokens so far; what is new is printed."""
-        if self._tokenizer is None:
-            new = ",".join(map(str, tokens[self._count :]))
-            self._print(f",{new}" if self._count else new)
-        else:
-            self._text = self._tokenizer.decode(tokens)
-            if not self._text.endswith("\ufffd"):  # the rest of a character is still to come
-                self._print(self._text[len(self._printed) :])
-                self._printed = self._text
-        self._count = len(tokens)
+        self._text = self._text_of(tokens)
+        if not self._text.endswith("\ufffd"):  # the rest of a character is still to come
+            print(self._text[len(self._printed) :], end="", flush=True)
+            self._printed = self._text
 
     def end(self) -> None:
         """The end of the text, perhaps within a character."""
-        self._print(self._text[len(self._printed) :] + "\n")
-
-    def _print(self, text: str) -> None:
-        if self._shown:
-            print(text, end="", flush=True)
+        print(self._text[len(self._printed) :], flush=True)
 
 
 def _peak_bytes() -> int:

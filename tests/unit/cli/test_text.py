@@ -30,7 +30,7 @@ def test_a_prompt_is_taken_whole_and_alone(path):
 def test_a_text_that_ends_within_a_character_is_printed_to_its_end(path, monkeypatch, capsys, cut):
     tokenizer = Tokenizer(path, 256)
     tokens = tokenizer.encode("a \u20ac")
-    stream = TextStream(tokenizer, True)
+    stream = TextStream(tokenizer.decode)
     for end in range(1, len(tokens) + 1 - cut):
         stream(tokens[:end])
     assert capsys.readouterr().out == ("a " if cut else "a \u20ac")
