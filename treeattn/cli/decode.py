@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 import warnings
 from functools import partial
 from pathlib import Path
@@ -12,20 +10,17 @@ from typing import Any
 import click
 
 from treeattn.backends.cpu.reproducible import REPRODUCIBLE
-from treeattn.backends.device import Device
 from treeattn.cli import options
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.problem import Problem
 from treeattn.cli.scheme import for_out, given
-from treeattn.cli.verdict import Judge, Row, ended_with, plural, show
+from treeattn.cli.verdict import Judge, Row, conclude, ended_with, timed
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.decoder import Decoder
 from treeattn.decoder.request import Reduction
 from treeattn.mpi.communicators import collectively
-from treeattn.partial import Array
-from treeattn.report import Column, Progress, Report, count, microseconds
+from treeattn.report import Column, count, microseconds
 from treeattn.shards import Layout
-from treeattn.study import environment
 
 
 @click.command("decode")
@@ -66,79 +61,38 @@ def command(
     named = for_out(output, [None] if schemes is None else given(world, schemes))
     output.open(source, expect, world=world)
     problem = Problem(world, source, layout)
-    where, inputs = _placed(world, problem, device)
-    judge = Judge(world, problem, check, expect, where.rounds_weights(problem.shape))
-    how = [Reduction(scheme, transport) for scheme in named]
-    rows = [_measure(world, problem, judge, where, inputs, one, reproducible, repeat) for one in how]
-    results = [(row.pop("out"), row.pop("lse")) for row in rows]
-    machine = environment.machine(world)
-    if world.rank == 0:
-        output.tensors(*results[-1], scale=repr(problem.scale), scheme=rows[-1]["scheme"])
-        output.report(_report(problem, rows, machine, output))
-    return 0 if all(row["passed"] for row in rows) else 1
-
-
-def _placed(world: Communicator, source: Problem, name: str) -> tuple[Device, tuple[Array | None, ...]]:
-    """The device of this rank, and q, k, v and lengths on it."""
-    device, shared = options.own_device(world, name)
-    arrays = (source.q, source.k, source.v, source.lengths)
+    where, shared = options.own_device(world, device)
+    arrays = (problem.q, problem.k, problem.v, problem.lengths)
     inputs = collectively(
-        world, lambda: tuple(None if array is None else device.from_host(array) for array in arrays)
+        world, lambda: [array if array is None else where.from_host(array) for array in arrays]
     )
     if shared and world.rank == 0:
         warnings.warn(shared, RuntimeWarning, stacklevel=2)
-    return device, inputs
-
-
-def _measure(
-    world: Communicator,
-    problem: Problem,
-    judge: Judge,
-    device: Device,
-    inputs: tuple[Array | None, ...],
-    how: Reduction,
-    reproducible: str | None,
-    repeat: int,
-) -> Row:
-    """One scheme: plan, first step, timed steps, verdicts. Collective."""
-    planned = problem.planned() | {"reproducible": reproducible}
-    where = {"q_positions": problem.q_positions} if problem.rules.positional else {}
-    with Decoder(world, **planned, scheme=how, device=device.name) as decoder:
-        steps, say = [_timed_step(world, decoder, inputs, where)], Progress(world.rank == 0)
-        for done in range(repeat):
-            steps.append(_timed_step(world, decoder, inputs, where))
-            say(f"{decoder.scheme}: {done + 1:,} of {repeat:,} steps")
-        out, lse = device.to_host(decoder.out), device.to_host(decoder.lse)
-        first, *others = steps
-        return {
-            **ended_with(world, decoder, judge, out, lse, reproducible),
-            "device": device.name,
-            "transport": decoder.transport,
-            "first_step_s": first,
-            "step_s": {part: statistics.median(step[part] for step in others) for part in first},
-            **_wire(world, decoder),
-        }
-
-
-def _timed_step(
-    world: Communicator, decoder: Decoder, inputs: tuple[Any, ...], where: dict[str, Any]
-) -> dict[str, float]:
-    """Seconds of each part on the slowest rank; a barrier before each part keeps waiting out of the next.
-    What a GPU was given to do is waited for."""
-    clock = time.perf_counter
-    seconds = {}
-    for part, run in (
-        ("local", lambda: decoder.local(*inputs, **where)),
-        ("reduce", decoder.reduce),
-        ("finish", decoder.finish),
-    ):
-        world.barrier()
-        began = clock()
-        run()
-        decoder.synchronize()
-        seconds[part] = clock() - began
-    everyone = world.allgather(seconds)
-    return {part: max(rank[part] for rank in everyone) for part in seconds}
+    judge = Judge(world, problem, check, expect, where.rounds_weights(problem.shape))
+    planned = problem.planned() | {"reproducible": reproducible, "device": where.name}
+    queries = {"q_positions": problem.q_positions} if problem.rules.positional else {}
+    rows: list[Row] = []
+    for scheme in named:
+        with Decoder(world, **planned, scheme=Reduction(scheme, transport)) as decoder:
+            first, others = timed(world, decoder, repeat, {
+                "local": partial(decoder.local, *inputs, **queries),
+                "reduce": decoder.reduce,
+                "finish": decoder.finish,
+            })  # fmt: skip
+            out, lse = where.to_host(decoder.out), where.to_host(decoder.lse)
+            rows.append({
+                **ended_with(world, decoder, judge, out, lse, reproducible),
+                "device": where.name,
+                "transport": decoder.transport,
+                "first_step_s": first,
+                "step_s": others,
+                **_wire(world, decoder),
+            })  # fmt: skip
+    return conclude(world, problem, rows, [
+        *(Column(name, partial(_sent, name), count, wide=True)
+          for name in ("rounds", "depth", "messages", "bytes")),
+        *(Column(part, partial(_median, part), microseconds) for part in ("local", "reduce", "finish")),
+    ], output)  # fmt: skip
 
 
 def _wire(world: Communicator, decoder: Decoder) -> dict[str, Any]:
@@ -153,20 +107,6 @@ def _wire(world: Communicator, decoder: Decoder) -> dict[str, Any]:
         return facts | {"payload": sum(everyone)}
     sizes = [size for sent in everyone for _, size in sent]
     return facts | {"messages": len(sizes), "bytes": sum(sizes)}
-
-
-def _report(problem: Problem, rows: list[Row], machine: dict[str, Any], output: Output) -> Report:
-    ranks, nodes = len(machine["ranks"]), {one["node"] for one in machine["ranks"]}
-    made = Report({**problem.described, "schemes": [row["scheme"] for row in rows], "results": rows}, machine)
-    made.line(f"{problem.source.name}: {problem.tokens} tokens, {problem.heads}")
-    where = f"{plural(ranks, 'rank')} on {plural(len(nodes), 'node')}"
-    made.line(f"{where}, {problem.layout} shards; times: median step, slowest rank, µs\n")
-    show(made, rows, [
-        *(Column(name, partial(_sent, name), count, wide=True)
-          for name in ("rounds", "depth", "messages", "bytes")),
-        *(Column(part, partial(_median, part), microseconds) for part in ("local", "reduce", "finish")),
-    ], output)  # fmt: skip
-    return made
 
 
 def _sent(name: str, row: Row) -> object:

@@ -24,7 +24,7 @@ def command(experiments: tuple[str, ...], output: Output) -> None:
     """
     output.open()
     click.get_current_context().with_resource(Progress())("simulating the clusters of the paper")
-    facts = []
+    facts: list[dict[str, object]] = []
     made = Report({"experiments": facts})
     for name, experiment in EXPERIMENTS.items():
         if experiments and name not in experiments:

@@ -92,6 +92,11 @@ class Problem:
         }
 
     @property
+    def held(self) -> str:
+        """What the cache holds, in words."""
+        return f"{self.tokens} tokens"
+
+    @property
     def heads(self) -> str:
         """Heads, head_dim and dtype in words."""
         shape = self.shape

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import statistics
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,8 @@ from treeattn.decoder import Decoder
 from treeattn.errors import ArgumentError
 from treeattn.mpi.communicators import collectively, must_match
 from treeattn.partial import Array
-from treeattn.report import LEGEND, Column, Report, identical
+from treeattn.report import LEGEND, Column, Progress, Report, identical
+from treeattn.study import environment
 
 Row = dict[str, Any]
 
@@ -86,6 +90,29 @@ def _nan_rows(out: Array, lse: Array) -> Array:
     return np.swapaxes(np.isnan(out).any(axis=-1), 1, 2) | np.isnan(lse)
 
 
+def timed(
+    world: Communicator, decoder: Decoder, repeat: int, parts: Mapping[str, Callable[[], object]]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds of each part on the slowest rank, in a first step and in the median of `repeat` more.
+
+    Collective. A barrier before each part keeps waiting out of the next; what a GPU was given to do is waited
+    for.
+    """
+    clock, say, steps = time.perf_counter, Progress(world.rank == 0), []
+    for done in range(repeat + 1):
+        seconds = {}
+        for part, run in parts.items():
+            world.barrier()
+            began = clock()
+            run()
+            decoder.synchronize()
+            seconds[part] = clock() - began
+        everyone = world.allgather(seconds)
+        steps.append({part: max(rank[part] for rank in everyone) for part in parts})
+        say(f"{decoder.scheme}: {done:,} of {repeat:,} steps")
+    return steps[0], {part: statistics.median(step[part] for step in steps[1:]) for part in parts}
+
+
 def ended_with(
     world: Communicator, decoder: Decoder, judge: Judge, out: Array, lse: Array, reproducible: str | None
 ) -> Row:
@@ -108,12 +135,26 @@ def ended_with(
     }
 
 
-def show(made: Report, rows: list[Row], measured: list[Column[Row]], output: Output) -> None:
-    """Rows as `ended_with` has them, as a table with the columns of what was measured, and what it means."""
+def conclude(
+    world: Communicator, problem: Problem, rows: list[Row], measured: list[Column[Row]], output: Output
+) -> int:
+    """Write the last result, and the table of all: rows as `ended_with` has them, with the columns of what
+    was measured, and what they mean; the exit code. Collective."""
+    out, lse = [(row.pop("out"), row.pop("lse")) for row in rows][-1]
+    machine = environment.machine(world)
+    passed = all(row["passed"] for row in rows)
+    if world.rank:
+        return int(not passed)
+    output.tensors(out, lse, scale=repr(problem.scale), scheme=rows[-1]["scheme"])
+    made = Report(problem.described | {"schemes": [row["scheme"] for row in rows], "results": rows}, machine)
+    ranks, nodes = len(machine["ranks"]), len({one["node"] for one in machine["ranks"]})
+    where = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, {problem.layout} shards"
+    made.line(f"{problem.source.name}: {problem.held}, {problem.heads}")
+    made.line(f"{where}; times: median step, slowest rank, µs\n")
     references = rows[0]["errors"]
     errors: list[Column[Row]] = [
-        Column(f"error\nof {name}", partial(_worst, index), ".1e", wide=bool(index))
-        for index, name in enumerate(("out", "lse"))
+        Column("error\nof out", partial(_worst, 0), ".1e"),
+        Column("error\nof lse", partial(_worst, 1), ".1e", wide=True),
     ]
     made.table(rows, [
         Column("scheme", words=True),
@@ -123,8 +164,8 @@ def show(made: Report, rows: list[Row], measured: list[Column[Row]], output: Out
         Column("verdict", _verdict),
     ])  # fmt: skip
     if references:
-        out, lse = rows[0]["bounds"]
-        made.line(f"errors: against {' and '.join(references)}; at most {out:.1e} of out, {lse:.1e} of lse")
+        bounds = "at most {:.1e} of out, {:.1e} of lse".format(*rows[0]["bounds"])
+        made.line(f"errors: against {' and '.join(references)}; {bounds}")
     made.line(LEGEND)
     if references and rows[0]["reproducible"]:
         for digest in sorted({row["sha256"] for row in rows}):
@@ -134,10 +175,8 @@ def show(made: Report, rows: list[Row], measured: list[Column[Row]], output: Out
             made.line(f"{row['scheme']}: {_about_nan(row['nan'])}")
     if output.out is not None:
         made.text(f"out and lse are in {output.out}")
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" + "s" * (number != 1)
+    output.report(made)
+    return int(not passed)
 
 
 def _worst(index: int, row: Row) -> float:
@@ -156,6 +195,6 @@ def _about_nan(nan: dict[str, Any]) -> str:
     if not nan["references"]:
         return f"{text}: --check tells whether they should be, and whose tokens bring it"
     text += "".join(f"; {name} has {wanted}" for name, wanted in nan["references"].items())
-    ranks = ", ".join(map(str, nan["ranks"])) or "no rank"
-    brought = f"the tokens of {'rank ' if len(nan['ranks']) == 1 else 'ranks ' * bool(nan['ranks'])}{ranks}"
-    return f"{text}, {'' if nan['same_rows'] else 'not '}in the same heads; {brought} bring it"
+    ranks = ", ".join(f"rank {rank}" for rank in nan["ranks"]) or "no rank"
+    heads = f"{'' if nan['same_rows'] else 'not '}in the same heads"
+    return f"{text}, {heads}; the tokens of {ranks} bring it"

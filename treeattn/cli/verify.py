@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +14,13 @@ from treeattn.cli import options
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.problem import Problem
 from treeattn.cli.scheme import for_out, given
-from treeattn.cli.verdict import Judge, Row, ended_with, plural, show
+from treeattn.cli.verdict import Judge, Row, conclude, ended_with, timed
 from treeattn.collectives.runtime.communicator import Communicator
-from treeattn.collectives.schedule import Schedule
 from treeattn.errors import ArgumentError
 from treeattn.mpi.communicators import collectively
 from treeattn.partial import Array
-from treeattn.report import Column, Progress, Report, microseconds
+from treeattn.report import Column, microseconds
 from treeattn.shards import Layout
-from treeattn.study import environment
 from treeattn.token_tree import TokenTree, Verifier
 from treeattn.token_tree.owners import OWNERS, draft_owners
 
@@ -64,13 +61,22 @@ def command(
     output.open(source, world=world)
     drafts = Drafts(world, source, layout, owner)
     judge = Judge(world, drafts, not no_check, None, False)
-    rows = [_measure(world, drafts, judge, scheme, reproducible, repeat) for scheme in named]
-    results = [(row.pop("out"), row.pop("lse")) for row in rows]
-    machine = environment.machine(world)
-    if world.rank == 0:
-        output.tensors(*results[-1], scale=repr(drafts.scale))
-        output.report(_report(drafts, rows, machine, output))
-    return 0 if all(row["passed"] for row in rows) else 1
+    context, kind = (drafts.k, drafts.v, drafts.draft_k, drafts.draft_v), "tokens" if reproducible else None
+    planned = drafts.shape.plain | {"scale": drafts.scale, "owner": owner, "reproducible": kind}
+    planned["nodes"] = planned.pop("queries")
+    rows: list[Row] = []
+    for scheme in named:
+        with Verifier(world, **planned, scheme=scheme) as verifier:
+            step = partial(
+                verifier, drafts.q, *context, drafts.tree, drafts.lengths, shard_lengths=drafts.shard_lengths
+            )
+            first, others = timed(world, verifier.decoder, repeat, {"step": step})
+            out, lse = map(np.copy, step())
+            row = ended_with(world, verifier.decoder, judge, out, lse, kind)
+        rows.append(row | {"first_step_s": first["step"], "step_s": others["step"]})
+    return conclude(
+        world, drafts, rows, [Column("step", lambda row: row["step_s"] * 1e6, microseconds)], output
+    )
 
 
 class Drafts(Problem):
@@ -84,6 +90,15 @@ class Drafts(Problem):
         self._valid = np.full(self.shape.batch, len(self.positions)) if self.lengths is None else self.lengths
         self.shard_lengths = world.allgather(self._valid.tolist())
         collectively(world, lambda: draft_owners(self.owner, self.tree, world.size, self.shard_lengths))
+
+    @property
+    def described(self) -> dict[str, Any]:
+        return super().described | {"nodes": self.tree.lengths.tolist(), "owner": self.owner}
+
+    @property
+    def held(self) -> str:
+        nodes = "+".join(map(str, self.tree.lengths.tolist()))
+        return f"{super().held} and {nodes} drafts ({self.owner})"
 
     def _read_nodes(self) -> None:
         held = self.file.tensors
@@ -111,41 +126,3 @@ class Drafts(Problem):
             k, v = (np.concatenate(pair, axis=1) for pair in ((k, self.draft_k), (v, self.draft_v)))
             seen = np.concatenate([seen, self.tree.mask & real], axis=2)
         return reference.partial(self.q, k, v, scale=self.scale, seen=seen)
-
-
-def _measure(
-    world: Communicator,
-    drafts: Drafts,
-    judge: Judge,
-    scheme: str | Schedule | None,
-    reproducible: bool,
-    repeat: int,
-) -> Row:
-    """One scheme: plan, first step, timed steps, verdicts. Collective."""
-    planned, kind = drafts.shape.plain, "tokens" if reproducible else None
-    planned |= {"nodes": planned.pop("queries"), "scheme": scheme, "scale": drafts.scale}
-    clock, say, times = time.perf_counter, Progress(world.rank == 0), []
-    context = drafts.k, drafts.v, drafts.draft_k, drafts.draft_v
-    with Verifier(world, **planned, owner=drafts.owner, reproducible=kind) as verifier:
-        for done in range(repeat + 1):
-            world.barrier()
-            began = clock()
-            out, lse = verifier(
-                drafts.q, *context, drafts.tree, drafts.lengths, shard_lengths=drafts.shard_lengths
-            )
-            times.append(max(world.allgather(clock() - began)))
-            say(f"{verifier.decoder.scheme}: {done:,} of {repeat:,} steps")
-        row = ended_with(world, verifier.decoder, judge, out.copy(), lse.copy(), kind)
-    return row | {"first_step_s": times[0], "step_s": statistics.median(times[1:])}
-
-
-def _report(drafts: Drafts, rows: list[Row], machine: dict[str, Any], output: Output) -> Report:
-    nodes = drafts.tree.lengths.tolist()
-    facts = {"nodes": nodes, "owner": drafts.owner, "results": rows}
-    made = Report(drafts.described | facts, machine)
-    held = f"{drafts.tokens} tokens and {'+'.join(map(str, nodes))} drafts"
-    made.line(f"{drafts.source.name}: {held}, {drafts.heads}")
-    where = f"{plural(len(machine['ranks']), 'rank')}, {drafts.layout} shards, drafts: {drafts.owner}"
-    made.line(f"{where}; times: median step, slowest rank, µs\n")
-    show(made, rows, [Column("step", lambda row: row["step_s"] * 1e6, microseconds)], output)
-    return made
