@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -33,8 +32,6 @@ from treeattn.study.compare.sweep import Block, sweep
 
 if TYPE_CHECKING:
     from treeattn.study.intervals import Estimate
-
-    Predicted = tuple[dict[Key, Estimate], str]
 
 SECONDS = 0.3  # about so long for all blocks of a key; longer for 20 iterations in each
 PATIENCE = 10.0  # seconds after which a key gets no further block
@@ -108,21 +105,81 @@ def command(
     over = _transports(world, where, transport)
     keys = collectively(world, lambda: list(_keys(world.size, device, named, library_algorithm, over, lists)))
     named_cluster = broadcast_from_root(world, lambda: topology.described(cluster), "the cluster of rank 0")
-    predicted: Predicted = {}, ""
+    foretold: Mapping[Key, Estimate] = {}
+    foretold_on = ""
     if named_cluster is not None:
         from treeattn.study.compare import prediction  # loads the simulator
 
-        predicted = prediction.predictions(world, named_cluster, keys, user_schedules)
+        foretold, foretold_on = prediction.predictions(world, named_cluster, keys, user_schedules)
     job = _job(world, where, shared)
     output.open(world=world)
-    session = _Session(world, output.out, job, keys, repetitions, predicted, user_schedules)
+    at_root = output.out if world.rank == 0 else None
+    writer = collectively(world, lambda: None if at_root is None else Writer(at_root))
+    if output.out is not None:  # on every rank: one that is not within an MPI call names it
+        files.kept.append(f"{output.out} (the same command goes on from there)")
+    held = writer.held if writer else []
+    mine = version(Row(**structs.asdict(keys[0]), **job))
+    by = {row.run: row.algorithm for row in held if row.algorithm}
+    rows = [row for row in held if version(row) == mine and by.get(row.run) == library_algorithm]
+    others = len(held) - len(rows)
+    done = world.bcast({Block(row.key, row.repetition): row.took_us for row in rows if row.error is None})
+    if world.rank == 0:
+        points = f"{len(keys)} points in {len({key.case for key in keys})} cases"
+        planned = {Block(key, repetition) for key in keys for repetition in range(repetitions)}
+        known = len(planned & done.keys())
+        again = f"; {known} are in the file already and are not measured again" if known else ""
+        click.echo(f"{points}, {len(planned)} blocks{again}", err=True)
     budget = Budget(repetitions, seconds=SECONDS, patience=PATIENCE)
+    errors: dict[Key, str] = {}
     try:
-        for block, found in sweep(world, keys, budget, session.done, user_schedules):
-            session.take(block, found)
-        return broadcast_from_root(world, lambda: session.report(output), "the report of rank 0")
+        for block, result in sweep(world, keys, budget, done, user_schedules, Progress(world.rank == 0)):
+            found = result if isinstance(result, dict) else {"error": str(result)}
+            if isinstance(result, TreeattnError):
+                errors[block.key] = str(result)
+            estimate, schedule = foretold.get(block.key), user_schedules.get(block.key.scheme)
+            if estimate is not None:
+                found |= {"predicted_us": estimate.time, "predicted_low_us": estimate.low,
+                          "predicted_high_us": estimate.high}  # fmt: skip
+            if schedule is not None:
+                found["schedule"] = schedule.to_json()
+            rows.append(Row(**structs.asdict(block.key), **job, repetition=block.repetition, **found))
+            if writer is not None:
+                writer.append(rows[-1])
+        asked = set(keys)
+        here = [row for row in rows if row.key in asked]
+        report = functools.partial(_report, job, here, errors, foretold_on, others, output)
+        return broadcast_from_root(world, report, "the report of rank 0")
     finally:
-        session.close()
+        if writer is not None:
+            writer.close()
+
+
+def _report(
+    job: dict[str, Any],
+    rows: Sequence[Row],
+    errors: Mapping[Key, str],
+    predicted_on: str,
+    others: int,
+    output: Output,
+) -> int:
+    """Print the tables, write the summaries; the exit code. others: rows of the file that have no part."""
+    note = None
+    try:
+        extra("scipy.stats")
+    except MissingPackageError as error:
+        note = f"medians only: {error}"
+    summaries = summarise(rows, tested=note is None)
+    facts = {"headlines": compare_table.headlines(summaries), "errors": [*errors.values()]}
+    made = Report({**job, "summaries": summaries, **facts})
+    passed = compare_table.show(made, summaries, errors)
+    made.note(note)
+    if predicted_on:
+        made.line(f"predicted: on {predicted_on}")
+    if others:
+        made.note(f"{others} rows of the file are of another version or algorithm, and are kept apart")
+    made.note(job["warning"])
+    output.report(made)
+    return 0 if passed and not errors else 1
 
 
 def _transports(world: MpiCommunicator, device: Any, wanted: str | None) -> tuple[str, ...]:
@@ -216,95 +273,3 @@ def _job(world: MpiCommunicator, device: Any, shared: str | None) -> dict[str, A
         "command": " ".join(software["command"]),
         "warning": "; ".join(filter(None, (machine["warning"], shared))) or None,
     }
-
-
-class _Session:
-    """Rank 0's part: the file, what is in it, and progress. Other ranks hold one that does nothing."""
-
-    def __init__(
-        self,
-        world: MpiCommunicator,
-        out: Path | None,
-        job: dict[str, Any],
-        keys: Sequence[Key],
-        repetitions: int,
-        predicted: Predicted,
-        user_schedules: Mapping[str, Schedule],
-    ) -> None:
-        self._job, self._keys = job, keys
-        self._estimates, self._predicted_on = predicted
-        self._user_schedules = user_schedules
-        path = out if world.rank == 0 else None
-        self._writer = collectively(world, lambda: None if path is None else Writer(path))
-        if out is not None:  # on every rank: one that is not within an MPI call names it
-            files.kept.append(f"{out} (the same command goes on from there)")
-        held = self._writer.held if self._writer else []
-        mine = version(Row(**structs.asdict(keys[0]), **job))
-        by = {row.run: row.algorithm for row in held if row.algorithm}
-        asked = next((key.algorithm for key in keys if key.algorithm), None)
-        self._rows = [row for row in held if version(row) == mine and by.get(row.run) == asked]
-        self._others = len(held) - len(self._rows)
-        self._errors: dict[Key, str] = {}
-        self.done = world.bcast({
-            Block(row.key, row.repetition): row.took_us for row in self._rows if row.error is None
-        })  # fmt: skip
-        planned = {Block(key, repetition) for key in keys for repetition in range(repetitions)}
-        self._todo, self._measured = len(planned - self.done.keys()), 0
-        self._began, self._say = time.monotonic(), Progress(world.rank == 0)
-        if world.rank == 0:
-            known = len(planned) - self._todo
-            again = f"; {known} are in the file already and are not measured again"
-            text = f"{len(keys)} points in {len({key.case for key in keys})} cases, {len(planned)} blocks"
-            click.echo(text + again * bool(known), err=True)
-
-    def take(self, block: Block, found: dict[str, Any] | TreeattnError | None) -> None:
-        """Record a block that begins, what was measured in it, or why its scheme cannot run."""
-        if found is None:
-            left = (time.monotonic() - self._began) / max(self._measured, 1) * (self._todo - self._measured)
-            done = f"{self._measured:,} of {self._todo:,} blocks are done, at most {left:,.0f} s are left"
-            self._say(f"{block.key.what} {block.key.label}: {done}")
-            return
-        fields: dict[str, Any] = {"repetition": block.repetition}
-        if isinstance(found, TreeattnError):
-            self._errors[block.key] = fields["error"] = str(found)
-        else:
-            self._measured += 1
-            fields |= found
-        if estimate := self._estimates.get(block.key):
-            fields |= {
-                "predicted_us": estimate.time,
-                "predicted_low_us": estimate.low,
-                "predicted_high_us": estimate.high,
-            }
-        if schedule := self._user_schedules.get(block.key.scheme):
-            fields["schedule"] = schedule.to_json()
-        row = Row(**structs.asdict(block.key), **self._job, **fields)
-        self._rows.append(row)
-        if self._writer is not None:
-            self._writer.append(row)
-
-    def report(self, output: Output) -> int:
-        """Print the tables, write the summaries; the exit code."""
-        keys, note = set(self._keys), None
-        try:
-            extra("scipy.stats")
-        except MissingPackageError as error:
-            note = f"medians only: {error}"
-        summaries = summarise((row for row in self._rows if row.key in keys), tested=note is None)
-        facts = {"headlines": compare_table.headlines(summaries), "errors": [*self._errors.values()]}
-        made = Report({**self._job, "summaries": summaries, **facts})
-        passed = compare_table.show(made, summaries, self._errors)
-        made.note(note)
-        if self._predicted_on:
-            made.line(f"predicted: on {self._predicted_on}")
-        if self._others:
-            made.note(
-                f"{self._others} rows of the file are of another version or algorithm, and are kept apart"
-            )
-        made.note(self._job["warning"])
-        output.report(made)
-        return 0 if passed and not self._errors else 1
-
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()

@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from treeattn.collectives.schedule import Schedule
@@ -42,19 +43,24 @@ def sweep(
     budget: Budget,
     done: Mapping[Block, float] | None = None,
     user_schedules: Mapping[str, Schedule] | None = None,
-) -> Iterator[tuple[Block, dict[str, Any] | TreeattnError | None]]:
+    say: Callable[[str], object] = lambda _: None,
+) -> Iterator[tuple[Block, dict[str, Any] | TreeattnError]]:
     """Measure keys of all ranks, those of a case after one another. Collective.
 
     done: blocks that need not be measured again, with the microseconds that each took.
-    user_schedules: those among the schemes, by name.
+    user_schedules: those among the schemes, by name. say: called before each block with how far it is.
 
-    Gives each block with None before it starts, and then, on rank 0, with the columns of its row; and a block
-    of each scheme that cannot run, with the error.
+    Gives on rank 0 each block with the columns of its row; and, on every rank, a block of each scheme that
+    cannot run, with the error.
     """
     bench, done = Bench(comm, budget, user_schedules or {}), done or {}
-    for _, of_case in itertools.groupby(keys, lambda key: key.case):
-        case = list(of_case)
-        plan = [block for block in blocks(case, budget.repetitions) if block not in done]
+    cases = [list(case) for _, case in itertools.groupby(keys, lambda key: key.case)]
+    plans = [[block for block in blocks(case, budget.repetitions) if block not in done] for case in cases]
+    todo, measured, began = sum(map(len, plans)), 0, time.monotonic()
+    spent: defaultdict[Key, float] = defaultdict(float)  # seconds
+    for block, took in done.items():
+        spent[block.key] += took / 1e6
+    for case, plan in zip(cases, plans, strict=True):
         if not plan:
             continue
         try:
@@ -62,13 +68,12 @@ def sweep(
         except TreeattnError as error:  # the same on every rank
             yield from ((Block(key, 0), error) for key in case)
             continue
-        spent: defaultdict[Key, float] = defaultdict(float)  # seconds
-        for block, took in done.items():
-            spent[block.key] += took / 1e6
         for block in plan:
             if spent[block.key] > budget.patience or spent[block.key] == math.inf:
                 continue
-            yield block, None
+            left = (time.monotonic() - began) / max(measured, 1) * (todo - measured)
+            progress = f"{measured:,} of {todo:,} blocks are done, at most {left:,.0f} s are left"
+            say(f"{block.key.what} {block.key.label}: {progress}")
             try:
                 found = bench.block(block.key, inputs)
             except TreeattnError as error:  # raised by planning, the same on every rank
@@ -76,5 +81,6 @@ def sweep(
                 yield block, error
                 continue
             spent[block.key] += comm.bcast(found and found["took_us"] / 1e6)
+            measured += 1
             if found is not None:
                 yield block, found
