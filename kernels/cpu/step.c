@@ -58,8 +58,8 @@ static inline void relax(void) {
 #endif
 }
 
-/* Asks for lines that the next copies overwrite, of this step and of the one after: others have read them last, and they
- * come while this rank waits anyhow. */
+/* Asks for lines that the next copies overwrite, of this step and of the one after: others have read them last, and
+ * they come while this rank waits anyhow. */
 static void ask_for_lines(const struct step *step) {
   enum { LINE = 64, MOST_LINES = 512 };
   for (int64_t n = step->next + 1, lines = 0; n < step->next + step->length; ++n) {
