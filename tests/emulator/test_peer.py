@@ -51,23 +51,30 @@ def assert_same_bits(schedule: Schedule, held: list[Array], partials: Array, gro
 
 
 SCHEMES = collectives.names("schedule")
+ONE_NODE = {size: (tuple(range(size)),) for size in (2, 3, 4, 5, 8)}
+ANY_NODES = [*(ONE_NODE[size] for size in (2, 3, 5, 8)), *NODES]
 
 
 @pytest.mark.parametrize(
-    ("scheme", "nodes", "records"),
-    sample(24, itertools.product(SCHEMES, [*((tuple(range(n)),) for n in (2, 3, 5, 8)), *NODES], [2, 11])),
+    ("scheme", "nodes", "records", "head_dim", "group"),
+    [
+        *sample(24, itertools.product(SCHEMES, ANY_NODES, [2, 11], [HEAD_DIM], [1])),
+        # Records wider than a block; chunks cut between 2 groups of records over 4 ranks: some are empty.
+        *(("reduce_scatter_gather", ONE_NODE[4], 9, head_dim, 1) for head_dim in (64, 128, 300)),
+        ("ring", ONE_NODE[4], 10, HEAD_DIM, 5),
+    ],
 )
 def test_every_schedule_gives_the_bits_of_the_definition(
-    scheme: str, nodes: tuple[tuple[int, ...], ...], records: int
+    scheme: str, nodes: tuple[tuple[int, ...], ...], records: int, head_dim: int, group: int
 ) -> None:
     """Fewer records than blocks and than ranks, and more; five steps use every slot again. What goes between
     nodes comes between two launches; whatever the schedule knows of nodes."""
     size = sum(map(len, nodes))
-    schedule, partials = built(scheme, nodes), made(5, size, records)
-    with Node(schedule, records, HEAD_DIM, nodes=nodes) as node:
+    schedule, partials = built(scheme, nodes), made(5, size, records, head_dim)
+    with Node(schedule, records, head_dim, nodes=nodes, group=group) as node:
         assert any(program.exchanges for program in node.programs) == (len(nodes) > 1)
         for held, step in zip(node.run(list(partials)), partials, strict=True):
-            assert_same_bits(schedule, held, step)
+            assert_same_bits(schedule, held, step, group)
         assert node.late == [None] * size
         assert len(nodes) > 1 or [runtime.launches for runtime in node.runtimes] == [5] * size
 
@@ -128,22 +135,6 @@ def test_a_rank_that_is_late_within_its_node_spoils_the_others() -> None:
         (held,) = node.run(list(partials[1:2]), ranks=[0, 2, 3])
         assert np.isnan(held).all()
         assert node.late[:3] == [(1, 1), None, None]
-
-
-@pytest.mark.parametrize("head_dim", [64, 128, 300])
-def test_records_wider_than_a_block(head_dim: int) -> None:
-    schedule, partials = collectives.build("reduce_scatter_gather", 4), made(3, 4, 9, head_dim)
-    with Node(schedule, 9, head_dim) as node:
-        for held, step in zip(node.run(list(partials)), partials, strict=True):
-            assert_same_bits(schedule, held, step)
-
-
-def test_chunks_are_cut_between_groups() -> None:
-    """As `granularity` says: 2 groups of 5 records over 4 ranks, so that some slices are empty."""
-    schedule, partials = collectives.build("ring", 4), made(3, 4, 10)
-    with Node(schedule, 10, HEAD_DIM, group=5) as node:
-        for held, step in zip(node.run(list(partials)), partials, strict=True):
-            assert_same_bits(schedule, held, step, group=5)
 
 
 def test_a_recorded_step_counts_on() -> None:
