@@ -132,13 +132,10 @@ class Node:
         """Of each rank: whom it waited for in vain, and in which round."""
         return [pull.timed_out_peer() for pull in self.pulls]
 
-    def close(self) -> None:
-        """Free the windows."""
-        for runtime, address in zip(self.runtimes, self._windows, strict=True):
-            runtime.withdraw(address)
-
     def __enter__(self) -> Node:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.close()
+        """Free the windows."""
+        for runtime, address in zip(self.runtimes, self._windows, strict=True):
+            runtime.withdraw(address)

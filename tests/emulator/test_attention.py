@@ -12,6 +12,7 @@ import pytest
 from tests.support.attention_contract import PLAIN, bits, zeros
 from tests.support.drawn import sample
 from tests.support.gpu_contract import GpuContract
+from tests.support.pages import in_pages
 from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
@@ -20,7 +21,7 @@ from treeattn.backends.cuda import attention
 from treeattn.backends.cuda.splits import Splits, choose_splits
 from treeattn.errors import ArgumentError, BackendError
 
-from .cases import CASES, Case, is_tensor_core_case
+from .cases import CASES, Case, Inputs, is_tensor_core_case
 from .runtime import CountingRuntime, EmulatorRuntime
 
 Array = np.ndarray[Any, Any]
@@ -137,6 +138,9 @@ def records_of(heads: int, head_dim: int, batch: int = 1) -> dict[str, Array]:
     return {"records": np.zeros((batch, heads, 1, head_dim + 2), np.float32)}
 
 
+PAGES = zeros(5, 16, 2, 64)
+PAGED = {"k": PAGES, "v": PAGES, "block_table": zeros(1, 3, dtype=np.int32)}
+NARROW = PAGED | dict.fromkeys("kv", PAGES.astype("float8_e5m2"))
 ODD_BYTES = np.zeros(1 + 2 * 256, np.uint8)[1:].view(np.float32).reshape(1, 1, 2, 64)
 LATENT = {"q": row(1, 576), "k": row(9, 576), "v": row(9, 512), **records_of(2, 512)}
 
@@ -173,6 +177,22 @@ LATENT = {"q": row(1, 576), "k": row(9, 576), "v": row(9, 512), **records_of(2, 
             "65536 heads are too many for one launch",
         ),
         (LATENT, "values of 512 channels are the first ones of the keys: pass v=None and v_dim=512"),
+        # Caches of 8 bits, and in pages.
+        (NARROW, "needs k_scale and v_scale"),
+        (NARROW | {"k_scale": [1.0] * 3, "v_scale": 1.0}, r"k_scale has shape \[3\]: one .*\[2\]"),
+        ({"k_scale": 1.0}, "are for caches of 8 bits, not of float32"),
+        ({"k_scale": np.nan}, "k_scale must be a finite number"),
+        ({"v_scale": "x"}, "v_scale must be a finite number"),
+        ({"kv_dtype": "int8"}, "kv_dtype 'int8' is unknown: use one of .*, float8_e4m3fn, float8_e5m2"),
+        (dict.fromkeys("kv", PAGES[:1].astype(np.uint8)), "k is uint8: on the GPU"),
+        ({"q": zeros(1, 1, 2, 64, dtype="float8_e5m2")}, "q is float8_e5m2"),
+        (PAGED | {"block_table": zeros(2, 3, dtype=np.int32)}, r"int32 \[batch, pages\] = \[1, any\]"),
+        (PAGED | {"block_table": zeros(1, 3, dtype=np.int64)}, "the block table is int64"),
+        (PAGED | {"block_table": [[0]]}, "block_table is a list"),
+        (
+            PAGED | {"q": zeros(2, 1, 2, 64), **records_of(2, 64, batch=2)},
+            r"\[1, 3\]: contiguous int32 .* \[2, any\]",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None:
@@ -181,18 +201,30 @@ def test_what_cannot_be_is_refused(change: dict[str, Any], message: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("k_dim", "v_dim", "message"),
     [
-        ({"v": row(9, 56), **records_of(2, 56)}, "keys of 64 and values of 56 channels.*576 and 512"),
-        (
-            {"q": row(1, 72), "k": row(9, 72), "v": row(9, 72), **records_of(2, 72)},
-            "head_dim 72: there are 64, 80",
-        ),
+        (64, 56, "keys of 64 and values of 56 channels.*576 and 512"),
+        (72, 72, "head_dim 72: there are 64, 80"),
     ],
 )
-def test_what_no_kernel_serves_is_refused(change: dict[str, Any], message: str) -> None:
+def test_what_no_kernel_serves_is_refused(k_dim: int, v_dim: int, message: str) -> None:
     with pytest.raises(BackendError, match=message):
-        refused(**change)
+        refused(q=row(1, k_dim), k=row(9, k_dim), v=row(9, v_dim), **records_of(2, v_dim))
+
+
+def test_a_captured_plan_follows_its_block_table() -> None:
+    """Which a serving engine writes in place."""
+    case, runtime, lengths = Case("float32", 64, batch=2, splits=3), EmulatorRuntime(), np.array([150, 111])
+    q, k, v, _, _ = case.inputs()
+    (pages, table), (values, _) = in_pages(k, 16), in_pages(v, 16)
+    planned, records = CONTRACT.planned(case, runtime=runtime)
+    planned(q, pages, values, lengths, table)
+    first, graph = records.copy(), runtime.capture(lambda: planned(q, pages, values, lengths, table))
+    table[...] = table[::-1].copy()
+    wanted = attend(case, Inputs(q, pages, values, lengths, None), table=table.copy())
+    graph()
+    assert (bits(records) == bits(wanted)).all()
+    assert not (bits(records) == bits(first)).all()
 
 
 class Allocating(EmulatorRuntime):
