@@ -23,7 +23,7 @@ import harness
 import numpy as np
 
 from treeattn.cli.compare_table import accuracy
-from treeattn.cli.probe import launcher
+from treeattn.cli.doctor import launcher
 from treeattn.collectives import names
 from treeattn.selection import select
 from treeattn.study import environment

@@ -190,13 +190,13 @@ from types import SimpleNamespace
 import numpy as np
 from tests.command import emulated
 from treeattn.backends.cuda.device import Cuda
-from treeattn.cli import doctor_gpu
+from treeattn.cli import doctor
 device = Cuda(emulated.runtime)
 sys.modules["cupy"] = SimpleNamespace(
     full=lambda *given: device.from_host(np.full(*given)), asnumpy=device.to_host
 )
 with emulated.gpus():
-    exec(doctor_gpu._TRIAL.format(transport=sys.argv[1]))
+    exec(doctor._TRIAL.format(transport=sys.argv[1]))
 """
 
 

@@ -9,7 +9,7 @@ import click
 import pytest
 
 from treeattn import cli, collectives, schemes
-from treeattn.cli import doctor, probe
+from treeattn.cli import doctor
 from treeattn.errors import BackendError
 from treeattn.mpi import library
 
@@ -154,8 +154,8 @@ def test_doctor_says_what_open_mpi_wants_of_root(tmp_path, monkeypatch, told):
     monkeypatch.setattr(doctor, "_started", lambda: doctor.Finding("this job", "ok", "one process"))
     monkeypatch.setattr(library, "load", lambda: None)
     monkeypatch.setattr(library, "version", lambda: "Open MPI v5.0.7")
-    monkeypatch.setattr(probe, "launcher", lambda: str(launcher))
-    for name in probe.AS_ROOT:
+    monkeypatch.setattr(doctor, "launcher", lambda: str(launcher))
+    for name in doctor.AS_ROOT:
         monkeypatch.setenv(name, "1") if told else monkeypatch.delenv(name, raising=False)
     found = {finding.subject: finding for finding in doctor._mpi(False, together=False)}["launcher"]
     assert found.verdict == "ok"

@@ -8,7 +8,7 @@ import pytest
 
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda import driver as cuda_driver
-from treeattn.cli import doctor_gpu, probe
+from treeattn.cli import doctor
 from treeattn.collectives.runtime import nccl as nccl_library
 from treeattn.errors import BackendError
 from treeattn.mpi import library
@@ -37,11 +37,11 @@ def found(monkeypatch):
             (cuda_driver, "inventory", driver), (cupy_runtime, "current", cupy or (lambda: runtime)),
             (nccl_library, "problem", lambda: nccl),
             (nccl_library, "version", lambda: (2, 25)), (library, "cuda_aware", lambda: aware),
-            (probe, "launcher", lambda: launcher),
-            (probe, "in_two_ranks", lambda _, program: trials.append(program) or trial),
+            (doctor, "launcher", lambda: launcher),
+            (doctor, "in_two_ranks", lambda _, program: trials.append(program) or trial),
         ):  # fmt: skip
             monkeypatch.setattr(module, name, value)
-        findings = {finding.subject: finding for finding in doctor_gpu.findings()}
+        findings = {finding.subject: finding for finding in doctor._gpus()}
         assert {finding.verdict for finding in findings.values()} <= {"ok", "missing"}
         return findings | {"trials": [transport for transport in ("peer", "cuda-mpi")
                                       for program in trials if repr(transport) in program]}  # fmt: skip
@@ -98,9 +98,9 @@ def test_a_job_that_crashes_is_only_told_of(tmp_path):
     launcher = tmp_path / "mpiexec"
     launcher.write_text('#!/bin/sh\nshift 2\nexec "$@"\n')
     launcher.chmod(0o755)
-    assert probe.in_two_ranks(str(launcher), "print('all', 'well')") == ("allwell", None)
+    assert doctor.in_two_ranks(str(launcher), "print('all', 'well')") == ("allwell", None)
     crash = "import ctypes; print('a', flush=True); ctypes.string_at(0)"
-    assert probe.in_two_ranks(str(launcher), crash) == ("a", "exit code -11")
+    assert doctor.in_two_ranks(str(launcher), crash) == ("a", "exit code -11")
     wrong = "ModuleNotFoundError: No module named 'nothing_at_all'"
-    assert probe.in_two_ranks(str(launcher), "import nothing_at_all")[1] == wrong
-    assert probe.in_two_ranks(str(tmp_path / "none"), "")[1] is not None
+    assert doctor.in_two_ranks(str(launcher), "import nothing_at_all")[1] == wrong
+    assert doctor.in_two_ranks(str(tmp_path / "none"), "")[1] is not None
