@@ -41,7 +41,7 @@ BAD = {
         --dtype int8                                        | choose from float32, float16
         --heads 6 --kv-heads 4                              | heads must be a multiple of kv_heads
         --head-dim 7                                        | head_dim 7 is not supported
-        --bytes 8:1Mi:2                                     | give FIRST:LAST:xFACTOR
+        --bytes 8:1Mi:2                                     | or FIRST:LAST:xFACTOR
         --bytes 64 --heads 4                                | --bytes says how many a reduction has
         --library-algorithm ring                            | 2 ranks or more
         --library-algorithm ring --device cuda              | --device cpu
@@ -98,7 +98,7 @@ BAD = {
         --tokens many                                       | give a whole number
         --tokens 1000000000                                 | choose fewer tokens
         --dtypes int8                                       | choose from float32, bfloat16, float16
-        --groups 0                                          | 0 is too small
+        --groups 0                                          | give numbers from 1 on
         --threads 99999999999                               | 256 are the most of one process
     """,
     "schedule": """
@@ -106,9 +106,9 @@ BAD = {
         chain --ranks 0                                     | 0 is not in the range
         chian --ranks 4                                     | there is no scheme 'chian'
         k_ary_tree:radix=1 --ranks 4                        | radix=1 is not allowed
-        hierarchical --ranks 4 --nodes 5                    | 4 ranks cannot fill 5 nodes
-        hierarchical --ranks 4 --nodes 3+3                  | adds up to 6 ranks, --ranks says 4
-        hierarchical --ranks 4 --nodes 0                    | every number must be at least 1
+        hierarchical --ranks 4 --nodes 5                    | a number of nodes that 4 ranks fill
+        hierarchical --ranks 4 --nodes 3+3                  | or the ranks of each, as 4+4+2
+        hierarchical --ranks 4 --nodes 0                    | give a number of nodes
         hierarchical --ranks 4 --nodes two                  | give a number of nodes
         ring --ranks 100000                                 | take a scheme with fewer messages
         mpi_allreduce --ranks 4                             | mpi_allreduce is a library and has no schedule

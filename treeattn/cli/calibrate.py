@@ -91,13 +91,13 @@ def command(executor: str | None, seconds: float, output: Output) -> None:
 
 
 def _errors(found: Calibration) -> str:
-    text = f"errors of the fit: {_spread(found.fitted.residuals)}"
-    text += (
+    left_out = (
         f"; of kinds of probes left out of it: {_spread(found.fitted.left_out)}"
         if found.fitted.left_out
         else ""
     )
-    return f"{text}; the last block took {found.drift - 1:+.0%} beside the first"
+    drift = f"the last block took {found.drift - 1:+.0%} beside the first"
+    return f"errors of the fit: {_spread(found.fitted.residuals)}{left_out}; {drift}"
 
 
 def _spread(residuals: Sequence[Residual]) -> str:
@@ -113,11 +113,6 @@ def _comments(ranks: int, found: Calibration, software: dict[str, Any]) -> Itera
     before, after = found.load
     yield f"{ranks} ranks on {', '.join(found.hosts)}; load {before:.1f} before, {after:.1f} after"
     yield from f"{_errors(found).capitalize()}.".split("; ")
-    for residual in found.fitted.residuals:
-        probe = residual.probe
-        size = f"{4 * (HEAD_DIM + 2) * probe.records} B" if probe.groups else ""
-        what = " ".join(filter(None, (probe.tier, probe.kind, size)))
-        yield f"  {what:32} {residual.measured:10.1f} us measured, {residual.error:+5.0%}"
 
 
 def _facts(residual: Residual) -> dict[str, Any]:

@@ -42,15 +42,10 @@ def numbers(text: str) -> list[int]:
     Raises `ArgumentError`."""
     values: list[int] = []
     for part in text.split(","):
-        first, *rest = part.split(":")
-        last, factor = rest if len(rest) == 2 else (first, "x2")
-        if len(rest) not in (0, 2) or not factor.startswith("x"):
-            raise ArgumentError(f"{part!r:.40}: give FIRST:LAST:xFACTOR, such as 8:1Mi:x2")
-        value, most, by = number(first), number(last), number(factor[1:])
-        if value < 1:
-            raise ArgumentError(f"{text}: {value} is too small, 1 is the least")
-        if most < value or by < 2:
-            raise ArgumentError(f"{part!r:.40}: from 1 on, not downwards, by a factor of 2 at least")
+        first, last, factor = part.split(":") if part.count(":") == 2 else (part, part, "x2")
+        value, most, by = number(first), number(last), number(factor.removeprefix("x"))
+        if not 1 <= value <= most or by < 2 or not factor.startswith("x"):
+            raise ArgumentError(f"{part!r:.40}: give numbers from 1 on, or FIRST:LAST:xFACTOR as in 8:1Mi:x2")
         while value <= most:
             values.append(value)
             value *= by

@@ -69,19 +69,11 @@ def command(
 
 def _node_sizes(text: str, ranks: int) -> tuple[int, ...]:
     """Read the ranks of each node: from a number of nodes, balanced blocks; from a list, as it says."""
-    try:
-        sizes = tuple(int(part) for part in text.split("+"))
-    except ValueError:
+    sizes = tuple(int(part) if part.isdecimal() else 0 for part in text.split("+"))
+    if len(sizes) == 1 and 1 <= (count := sizes[0]) <= ranks:
+        return tuple((i + 1) * ranks // count - i * ranks // count for i in range(count))
+    if min(sizes) < 1 or sum(sizes) != ranks:
         raise ArgumentError(
-            f"--nodes {text}: give a number of nodes, or the ranks of each as 4+4+2"
-        ) from None
-    if min(sizes) < 1:
-        raise ArgumentError(f"--nodes {text}: every number must be at least 1")
-    if len(sizes) > 1:
-        if sum(sizes) != ranks:
-            raise ArgumentError(f"--nodes {text} adds up to {sum(sizes)} ranks, --ranks says {ranks}")
-        return sizes
-    (count,) = sizes
-    if count > ranks:
-        raise ArgumentError(f"--nodes {count}: {ranks} ranks cannot fill {count} nodes")
-    return tuple((i + 1) * ranks // count - i * ranks // count for i in range(count))
+            f"--nodes {text}: give a number of nodes that {ranks} ranks fill, or the ranks of each, as 4+4+2"
+        )
+    return sizes
