@@ -220,6 +220,7 @@ def test_what_needs_a_closer_look_gets_it(planned, tensors, change):
         pytest.param(lambda q, k, v: (q, k, v, np.array([1.0, 2.0])), id="lengths of no number of tokens"),
         pytest.param(lambda q, k, v: (q[:1], k, v), id="fewer sequences"),
         pytest.param(lambda q, k, v: (q, k[:, :4], v), id="k and v differ"),
+        pytest.param(lambda q, k, v: (q, k[0, 0, 0], v[0, 0, 0]), id="one axis"),
         pytest.param(lambda q, k, v: (q, k[..., :8], v[..., :8]), id="a smaller head"),
         pytest.param(lambda q, k, v: (q, k.astype(np.float64), v), id="another type"),
         pytest.param(lambda q, k, v: (q, k.view(">f4"), v.view(">f4")), id="another byte order"),

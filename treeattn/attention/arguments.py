@@ -198,7 +198,7 @@ class Rules:
     softcap : float, optional
         Bound of the logits, as in Gemma 2.
     alibi : [heads], optional
-        Slope of each query head (Press et al., arXiv 2108.12409).
+        Slope of each query head (Press et al., arXiv 2108.12409); queries then stand below 2^52.
     sink_logits : [heads], optional
         Logit of one more key with the value 0, which counts once in the whole sequence, in lse too.
 

@@ -34,6 +34,8 @@ class MaskTables:
 
     def __init__(self, rules: Rules, batch: int, queries: int) -> None:
         self.rules = rules
+        # Kernels measure ALiBi's distances in float64: from no further, so that near ones are exact.
+        self._behind = MAX_POSITION if rules.alibi is None else 2**52
         self.intervals = np.zeros((batch, queries, 4), np.int64)
         self.q_positions = np.zeros((batch, queries), np.int64)
         self.draft_begins = np.zeros(batch, np.int64)
@@ -193,7 +195,7 @@ class MaskTables:
             return [0] * rows
         if type(given) is np.ndarray and given.dtype.kind in "iu" and given.shape in ((1,), (rows, 1)):
             stands: list[int] = given.reshape(-1).tolist() * (rows if given.ndim == 1 else 1)
-            if 0 <= min(stands) <= max(stands) < MAX_POSITION:
+            if 0 <= min(stands) <= max(stands) < self._behind:
                 return stands
         wanted: list[int] = self._positions(given)[:, 0].tolist()
         return wanted
@@ -208,7 +210,7 @@ class MaskTables:
                 f"q_positions have shape {list(array.shape)}: [queries] or [batch, queries] = "
                 f"{list(self.q_positions.shape)} is needed"
             )
-        _check_positions("q_positions", array)
+        _check_positions("q_positions", array, self._behind)
         return np.broadcast_to(array, self.q_positions.shape).astype(np.int64)
 
 
@@ -267,8 +269,9 @@ def words_of(mask: Array) -> Array:
     return np.packbits(padded, axis=-1, bitorder="little").view("<u4").astype(np.uint32)
 
 
-def _check_positions(name: str, array: Array) -> None:
-    if array.dtype.kind not in "iu" or (array.size and not 0 <= array.min() <= array.max() < MAX_POSITION):
+def _check_positions(name: str, array: Array, behind: int = MAX_POSITION) -> None:
+    if array.dtype.kind not in "iu" or (array.size and not 0 <= array.min() <= array.max() < behind):
+        most = f"2^{behind.bit_length() - 1}{' under alibi' * (behind < MAX_POSITION)}"
         raise ArgumentError(
-            f"{name} must be whole numbers from 0 to 2^60, not {array.tolist()!s:.60} of {array.dtype}"
+            f"{name} must be whole numbers from 0 to {most}, not {array.tolist()!s:.60} of {array.dtype}"
         )

@@ -286,7 +286,7 @@ class RemoteCache:
         ]
         for name, array in named:
             check_axes(name, array)
-        given = tuple(array if name == "q" else _elements(array, plan.dtype) for name, array in named)
+        given = tuple(_elements(array, plan.dtype) for _, array in named)
         queries, heads = given[0].shape[1:3]
         shape = self._shape(self.batch, queries, plan.kv_heads if q is None else heads)
         if q is not None:

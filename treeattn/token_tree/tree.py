@@ -253,4 +253,4 @@ def _checked_lengths(lengths: ArrayLike | None, batch: int, nodes: int) -> Integ
         raise ArgumentError(
             f"lengths {counts.tolist()}: one for each of {batch} rows, from 0 to {nodes} nodes"
         )
-    return np.asarray(counts, np.int64)
+    return counts.astype(np.int64)  # of its own: nobody may write it

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import treeattn
 from tests.support.drawn import examples
 from treeattn import reference
 from treeattn.attention.arguments import Rules
@@ -254,6 +255,14 @@ def test_calls_that_no_table_serves(queries, call, message):
 
 
 def test_distances_between_far_positions_are_exact():
-    tables = MaskTables(Rules(causal=True, alibi=(0.5,)), 1, 1)
-    tables.update(as_runs(2**59 + np.arange(6)), 6, None, [[2**59 + 5]])
-    assert (2**59 + 5 - tables.seen(0, 0)[1]).tolist() == [5, 4, 3, 2, 1, 0]
+    """As kernels have them, in float64; from further on they are refused."""
+    q, k, far = np.ones((1, 1, 1, 8), np.float32), np.zeros((1, 6, 1, 8), np.float32), 2**52 - 6
+    rules = Rules(causal=True, alibi=(0.5,))
+    near, away = (
+        treeattn.decode(q, treeattn.Shard(k, k, positions=begin + np.arange(6)), rules=rules)[1]
+        for begin in (0, far)
+    )
+    assert near == away
+    for queries in 1, 2:
+        with pytest.raises(ArgumentError, match=r"q_positions must be .* from 0 to 2\^52 under"):
+            MaskTables(rules, 1, queries).update(as_runs(far + np.arange(7)), 7, None, [[far + 6] * queries])

@@ -191,7 +191,7 @@ class PlannedAttention:
         ):
             return False
         self._bound = None  # until it is done: a signal may come in between
-        if k.shape[1] > self._most_tokens or self._rebind((q, k, v, lengths)):
+        if self._rebind((q, k, v, lengths)) or k.shape[1] > self._most_tokens:
             return False
         self._lengths = lengths
         self._bound = (q, k, v, None)
