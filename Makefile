@@ -128,8 +128,8 @@ fuzz: .venv/.tests
 # What the interpreter loads is compiled with sanitizers: a byte touched beside an array ends the process.
 sanitized = LD_PRELOAD=$$(cc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
 	CC="$(CURDIR)/tests/fuzz/sanitized_cc" TREEATTN_CACHE="$(CURDIR)/build/sanitized"
-units     = $(patsubst %,tests/unit/backends/test_%.py,attention cpu_backend cpu_pages cpu_visible multiply_rows \
-	rescale shared_prefix)
+units     = $(patsubst %,tests/unit/backends/test_%.py,attention cpu_backend cpu_visible multiply_rows rescale \
+	shared_prefix)
 
 fuzz-kernels: .venv/.tests
 	$(sanitized) TREEATTN_FUZZ=$(FUZZ) $(PYTEST) --timeout 0 -s -m "not deep" tests/fuzz/test_kernels.py $(units)

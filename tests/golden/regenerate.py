@@ -1,4 +1,4 @@
-"""Draw every scheme on 7 ranks of 3 nodes anew: ``python tests/golden/regenerate.py``.
+"""Draw every scheme on 7 ranks of 3 nodes, and hash all on 1 to 33: ``python tests/golden/regenerate.py``.
 
 The tests compare with these files; look at the difference before committing it.
 """
@@ -30,8 +30,16 @@ def drawings() -> dict[str, str]:
     return made
 
 
+def digests() -> str:
+    """A line for each variant of each scheme: its name, and the digest of its schedules of every size."""
+    from tests.unit.collectives.catalog_variants import VARIANTS, digest, label, served
+
+    return "".join(f"{label(variant)} {digest(served(variant))}\n" for variant in VARIANTS)
+
+
 if __name__ == "__main__":
     sys.path.insert(0, str(HERE.parents[1]))
+    (HERE / "schedules.sha256").write_text(digests())
     for old in [path for path in HERE.iterdir() if path.suffix in (".txt", ".svg", ".goal")]:
         old.unlink()
     for file_name, content in drawings().items():

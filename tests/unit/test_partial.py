@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from tests.support.drawn import examples
 from treeattn import partial
@@ -165,7 +164,7 @@ def exact_fma(a, b, c):
 TIED, TINY = 1 + 2**-12, 2**-80  # the float64 sum lies on a tie of float32, which the discarded part decides
 
 
-@examples(500)
+@examples(200)
 @given(finite, finite, finite)
 @example(TIED, TIED, 2**-60)
 @example(TIED, TIED, -(2**-60))
@@ -226,27 +225,11 @@ def test_bits_of_every_build(kernels):
         expected = merged(a, b)
         assert same_bits(compiled_merge(kernels, a, b), expected)
         assert same_bits(compiled_merge(kernels, b, a), expected)
-    a, b = special_records()
-    assert same_bits(compiled_merge(kernels, a, b), merged(a, b))
-    assert same_bits(compiled_merge(kernels, b, a), merged(a, b))
-
-
-raw_bits = hnp.arrays(np.uint32, (2, 5, 4), elements=st.integers(0, 2**32 - 1))
-
-
-@examples(300)
-@given(raw_bits)
-def test_bits_of_any_input(raw):
-    a, b = raw.view(np.float32)
-    expected = merged(a, b)
-    assert same_bits(merged(b, a), expected)
-    for isa in compile.available_isas():
-        try:
-            kernels = compile.library(isa)
-        except BackendError as error:
-            pytest.skip(str(error))
-        assert same_bits(compiled_merge(kernels, a, b), expected)
-        assert same_bits(compiled_merge(kernels, b, a), expected)
+    anything = rng.integers(0, 1 << 32, (2, 5000, HEAD_DIM + 2), np.uint32).view(np.float32)
+    for a, b in (special_records(), anything):
+        assert same_bits(merged(b, a), merged(a, b))
+        assert same_bits(compiled_merge(kernels, a, b), merged(a, b))
+        assert same_bits(compiled_merge(kernels, b, a), merged(a, b))
 
 
 def compiled_finish(kernels, records):

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from tests.support.drawn import examples
 from treeattn import ArgumentError
+from treeattn.attention.positions import as_runs, check_owners
 from treeattn.shards import parse_layout
 
 LAYOUTS = ("contiguous", "interleaved", "zigzag")
@@ -23,6 +24,9 @@ def test_tokens_are_partitioned(name, tokens, size):
     shards = [owned(layout, tokens, rank, size) for rank in range(size)]
     assert sorted(np.concatenate(shards)) == list(range(tokens))
     assert all((np.diff(shard) > 0).all() for shard in shards)
+    everyone = [as_runs(layout.runs(tokens, rank, size)) for rank in range(size)]
+    assert max(len(runs.table) for runs in everyone) <= 2
+    check_owners(everyone)
 
 
 @examples(100)

@@ -10,7 +10,6 @@ from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables, all_intervals_of, intervals_of
 from treeattn.attention.positions import MAX_POSITION, as_runs, check_owners
 from treeattn.errors import ArgumentError
-from treeattn.shards import parse_layout
 
 POSITIONS = st.one_of(
     st.lists(st.integers(0, 60), max_size=30, unique=True).map(sorted),
@@ -94,15 +93,6 @@ def test_intervals_are_the_definition(positions, causal, left, right, leading, d
             found = np.zeros(len(positions), bool)
             found[first:first_end] = found[begin:end] = True
             assert (found == (seen[b, i] & (np.arange(len(positions)) < valid[b]))).all()
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "interleaved", "zigzag"])
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
-def test_layouts_are_few_runs_and_nobody_claims_twice(layout, size):
-    everyone = [as_runs(parse_layout(layout).runs(41, rank, size)) for rank in range(size)]
-    assert max(len(runs.table) for runs in everyone) <= 2
-    assert sorted(np.concatenate([runs.positions() for runs in everyone]).tolist()) == list(range(41))
-    check_owners(everyone)
 
 
 @examples(100)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.support import verbs
+from tests.support.pages import in_pages
 from tests.support.problems import assert_exact, random_qkv
 from tests.support.records_contract import RecordsContract
 from tests.unit.backends.conftest import ISAS, take
@@ -57,8 +58,9 @@ def test_exact_when_the_maximum_keeps_changing(direction):
     exact(q, k, v, 0.25)
 
 
-@build_fixture
-def test_denominator_of_a_long_context():
+@pytest.fixture(scope="module")
+def long_context():
+    """q, k, v, and what they make."""
     tokens = 1 << 20
     rng = np.random.default_rng(1)
     q = np.zeros((1, 1, 1, 8), np.float32)
@@ -66,8 +68,13 @@ def test_denominator_of_a_long_context():
     k = np.zeros((1, tokens, 1, 8), np.float32)
     k[..., 0] = rng.uniform(-1, 1, tokens)[:, None]
     v = (1 + rng.uniform(0, 1, k.shape)).astype(np.float32)
+    return q, k, v, *reference.attention(q, k, v, scale=1.0)
+
+
+@build_fixture
+def test_denominator_of_a_long_context(long_context):
+    q, k, v, wanted_out, wanted_lse = long_context
     out, lse = attend(q, k, v, 1.0)
-    wanted_out, wanted_lse = reference.attention(q, k, v, scale=1.0)
     np.testing.assert_allclose(lse, wanted_lse, atol=2e-6)
     np.testing.assert_allclose(out, wanted_out, rtol=2e-6)
 
@@ -92,6 +99,18 @@ def test_any_strides_but_the_last():
     repeated = [x[:1].repeat(2, 0) for x in arrays]
     shared = [np.broadcast_to(x[:1], x.shape) for x in arrays]
     assert_same_bits(attend(*shared), attend(*repeated))
+
+
+@build_fixture
+def test_pages_of_any_strides():
+    """Keys and values in one array, heads before slots: as engines hold them."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 1, 4, 64)).astype(np.float32)
+    both = rng.standard_normal((9, 2, 2, 16, 64)).astype(np.float32)  # page, k or v, head, slot
+    k, v = both[:, 0].swapaxes(1, 2), both[:, 1].swapaxes(1, 2)
+    table, lengths = np.array([[3, 0, 8], [5, 1, 2]]), np.array([40, 48])
+    row = [one[table].reshape(2, 48, 2, 64) for one in (k, v)]
+    assert_same_bits(attend(q, k, v, lengths=lengths, block_table=table), attend(q, *row, lengths=lengths))
 
 
 @build_fixture
@@ -147,7 +166,7 @@ def test_finish_refuses_what_does_not_fit():
     "shape",
     [
         {"batch": 3, "queries": 2, "heads": 6, "kv_heads": 3, "head_dim": 40, "tokens": 2500},
-        {"heads": 8, "kv_heads": 8, "head_dim": 16, "tokens": 100},
+        {"queries": 40, "kv_heads": 4, "tokens": 3000},
         {"heads": 2, "kv_heads": 1, "head_dim": 8, "tokens": 30_000},
         {"batch": 2, "heads": 2, "head_dim": 8, "tokens": 1},
         # Of 128 rows each thread has few, and a block's length follows from all.
@@ -161,10 +180,13 @@ def test_threads_do_not_change_a_bit(build, shape):
     q, k, v = random_qkv(**shape, dtype=np.float16, seed=13)
     batch, tokens = k.shape[:2]
     lengths = np.arange(batch) * tokens // batch + tokens // (2 * batch)
+    (pages, table), (values, _) = in_pages(k, 64), in_pages(v, 64)
     expected = attend(q, k, v, lengths=lengths, threads=1)
     for threads in (2, 3, 7, 1000):
-        for _ in range(5):
+        for _ in range(2):
             assert_same_bits(attend(q, k, v, lengths=lengths, threads=threads), expected)
+        paged = attend(q, pages, values, lengths=lengths, block_table=table, threads=threads)
+        assert_same_bits(paged, expected)
 
 
 @build_fixture

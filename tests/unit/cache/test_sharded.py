@@ -12,7 +12,7 @@ from treeattn.cache.placement import Reach
 from treeattn.token_tree import TokenTree
 
 
-@examples(50)
+@examples(25)
 @given(LAYOUTS, st.integers(1, 8), st.integers(1, 3), st.integers(0, 2**32 - 1))
 def test_what_was_put_in_comes_out(kind, size, batch, seed):
     """Appended, proposed, committed, taken back, chosen: the shards of a layer together are always the whole

@@ -5,7 +5,8 @@ A row added to the catalogue is tested by everything that uses these, with no te
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from treeattn.collectives import Schedule, build
@@ -62,7 +63,7 @@ def _variants() -> Iterator[tuple[str, dict[str, Any]]]:
             for value in _values(row, parameter):
                 if not (on_nodes and parameter.kind == "scheme"):  # over one node it has nothing to do
                     yield row.name, {parameter.name: value}
-                if on_nodes and parameter.kind in ("tree", "scheme"):
+                if on_nodes and parameter.kind != "nodes":
                     yield row.name, {parameter.name: value, "nodes": "blocks of 4"}
 
 
@@ -78,6 +79,21 @@ def label(variant: tuple[str, dict[str, Any]]) -> str:
 def at_size(params: dict[str, Any], size: int) -> dict[str, Any]:
     """Parameters for `build`: the name of a placement becomes its nodes."""
     return {key: placements(size)[value] if key == "nodes" else value for key, value in params.items()}
+
+
+def served(variant: tuple[str, dict[str, Any]]) -> Iterator[Schedule]:
+    """The variant on every number of ranks that it serves; who declares no restriction serves all."""
+    name, params = variant
+    for size in SIZES:
+        try:
+            yield build(name, size, **at_size(params, size))
+        except RestrictionError:
+            assert CATALOG[name].restriction != "none", f"{name} refuses {size} ranks"
+
+
+def digest(made: Iterable[Schedule]) -> str:
+    """Of all that these schedules say: tests/golden/schedules.sha256 holds it for every variant."""
+    return hashlib.sha256("\n".join(schedule.to_json() for schedule in made).encode()).hexdigest()
 
 
 def built(variant: tuple[str, dict[str, Any]], size: int) -> Schedule:

@@ -65,30 +65,6 @@ def between(schedule, nodes):
 # Text
 
 
-def test_text_of_the_tree_of_the_docs():
-    assert (
-        draw.text(build("binary_tree", 5))
-        == """\
-binary_tree, 5 ranks
-4 rounds · depth 4 · 8 messages · class A
-
-round 1: 3->1, 4->1
-round 2: 1->0, 2->0
-round 3: 0=>1, 0=>2
-round 4: 1=>3, 1=>4
-
-round     1     2     3     4
-       0 ───────▲─▲───●─●───────
-       1 ─▲─▲───●─│───▼─┊───●─●─
-       2 ─│─│─────●─────▼───┊─┊─
-       3 ─●─│───────────────▼─┊─
-       4 ───●─────────────────▼─
-
-● sends, ▲ ▼ receives; │ merge, ┊ copy
-"""
-    )
-
-
 def test_text_of_large_schedules_stays_short():
     lines = draw.text(build("recursive_doubling", 1024)).splitlines()
     assert len(lines) == 13
@@ -111,10 +87,6 @@ def test_nodes_must_fit(form):
 # SVG
 
 
-def parsed(schedule, nodes=None):
-    return ElementTree.fromstring(draw.svg(schedule, nodes))
-
-
 def arrows(root):
     group = root.iter(f"{SVG}g")
     return [path for g in group for path in g.iter(f"{SVG}path") if "transfer" in path.get("class", "")]
@@ -124,7 +96,7 @@ def arrows(root):
 @given(of_sizes(1, 8, 16))
 def test_svg_shows_every_transfer_once(drawn):
     schedule, nodes = drawn
-    paths = arrows(parsed(schedule, nodes))
+    paths = arrows(ElementTree.fromstring(draw.svg(schedule, nodes)))
     shown = Counter(path.find(f"{SVG}title").text.split(",")[0] for path in paths)
     meant = Counter(f"round {i}: {t.arrow}" for i, round_ in enumerate(schedule.rounds, 1) for t in round_)
     assert shown == meant

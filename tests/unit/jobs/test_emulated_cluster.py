@@ -6,7 +6,6 @@ import os
 import runpy
 import shutil
 import struct
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,9 +18,10 @@ from emulation import launchers, packet_delay, tools  # noqa: E402
 from emulation.plan import parse  # noqa: E402
 
 
-def emulated_cluster(*words: str, **options) -> subprocess.CompletedProcess:
-    command = [sys.executable, str(JOBS / "emulated_cluster"), *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
+@pytest.fixture(scope="module")
+def emulated_cluster():
+    """The script, given words."""
+    return runpy.run_path(str(JOBS / "emulated_cluster"))["main"]
 
 
 @pytest.mark.parametrize(
@@ -87,12 +87,15 @@ def test_words_are_read(words, field, value):
         ("--nodes 1 --measure", "--nodes 2"),
     ],
 )
-def test_bad_arguments_are_one_line_and_exit_code_2(words, remedy):
-    done = emulated_cluster(*words.split())
-    assert (done.returncode, done.stdout) == (2, "")
-    assert remedy in done.stderr
-    assert done.stderr.startswith("emulated_cluster: ")
-    assert done.stderr.count("\n") == 1
+def test_bad_arguments_are_one_line_and_exit_code_2(words, remedy, emulated_cluster, capsys):
+    with pytest.raises(SystemExit) as left:
+        emulated_cluster(words.split())
+    assert left.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert remedy in said.err
+    assert said.err.startswith("emulated_cluster: ")
+    assert said.err.count("\n") == 1
 
 
 def test_missing_programs_name_their_packages(monkeypatch):
@@ -111,19 +114,17 @@ def test_the_older_iptables_is_tried_first(monkeypatch):
     assert tools.iptables() == ["/bin/iptables-legacy", "/bin/iptables-nft"]
 
 
-def test_without_root_it_says_so(monkeypatch, capsys):
-    script = runpy.run_path(str(JOBS / "emulated_cluster"))
-    monkeypatch.setattr(os, "geteuid", lambda: 65534)
-    assert script["main"](["--nodes", "2", "--", "true"]) == 1
-    assert capsys.readouterr().err.startswith("emulated_cluster: needs root")
-
-
-def test_an_old_python_is_named_before_it_fails(monkeypatch, capsys):
-    script = runpy.run_path(str(JOBS / "emulated_cluster"))
-    with monkeypatch.context() as old:
-        old.setattr(sys, "version_info", (3, 9, 18))
-        assert script["main"](["--nodes", "2", "--", "true"]) == 1
-    assert "needs Python 3.10" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("module", "name", "value", "said"),
+    [(os, "geteuid", lambda: 65534, "needs root"), (sys, "version_info", (3, 9, 18), "needs Python 3.10")],
+)
+def test_what_the_machine_lacks_is_told_first(
+    module, name, value, said, emulated_cluster, monkeypatch, capsys
+):
+    with monkeypatch.context() as lacking:
+        lacking.setattr(module, name, value)
+        assert emulated_cluster(["--nodes", "2", "--", "true"]) == 1
+    assert capsys.readouterr().err.startswith(f"emulated_cluster: {said}")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def climb(parents, node):
     return path
 
 
-@examples(200)
+@examples(40)
 @given(beams())
 def test_from_beams_is_the_packing(given_beams):
     tree, packed = TokenTree.from_beams(given_beams), pack(given_beams)
@@ -46,7 +46,7 @@ def test_from_beams_is_the_packing(given_beams):
         assert (tree.parents[row, nodes:] == -1).all()
 
 
-@examples(300)
+@examples(100)
 @given(rows_of_parents())
 def test_from_parents_keeps_what_is_given(made):
     tokens, parents, lengths = made
@@ -70,7 +70,7 @@ def test_from_parents_keeps_what_is_given(made):
         assert not tree.mask[row, :, nodes:].any() or not nodes
 
 
-@examples(200)
+@examples(60)
 @given(rows_of_parents())
 def test_children_and_paths(made):
     tree = TokenTree.from_parents(*made)

@@ -16,7 +16,7 @@ from treeattn.collectives.schedule import Payload
 from treeattn.errors import ArgumentError
 
 G = 8
-NODES = (1, 2, 8, 16)
+NODES = (1, 2, 8)
 PAYLOAD = Payload(records=1024, record_bytes=8)
 M = PAYLOAD.bytes
 
