@@ -60,27 +60,6 @@ def test_the_gradient_at_zero_is_attention(dtype):
         close(got[1], lse, bounds[1])
 
 
-@examples(60)
-@given(st.integers(0, 2**32 - 1), st.lists(st.floats(-30, 30), min_size=1, max_size=5))
-def test_the_safe_softmax_shift_cancels(seed, shifts):
-    """A record may be relative to any number instead of its maximum: energy and gradient stay."""
-    zeta, q, k, v = random_energy(11, seed=seed)
-    cuts = np.sort(np.random.default_rng(seed).integers(0, 12, len(shifts) - 1))
-    parts = []
-    for begin, end, shift in zip([0, *cuts], [*cuts, 11], shifts, strict=True):
-        intervals = np.broadcast_to([0, 0, begin, end], (2, 3, 4))
-        part = records(q, zeta, k, v, SCALE, intervals, values_themselves, np.float64)
-        part[..., 0] += shift
-        part[..., 1:] *= np.exp(-shift)
-        parts.append(part)
-    for part in parts[1:]:
-        partial.merge(parts[0], part)
-    out, lse = np.empty(q.shape), np.empty((2, 4, 3))
-    partial.finish(parts[0], out, lse)
-    close(lse, energy.value(zeta, q, k, v, scale=SCALE), 1e-12)
-    close(out, energy.gradient(zeta, q, k, v, scale=SCALE), 1e-12)
-
-
 @pytest.mark.parametrize(("dtype", "unit"), [(np.float32, 2.0**-24), (np.float64, 1e-15)])
 @pytest.mark.parametrize("mean", [0, 1e2, 1e4])
 def test_a_variance_is_exact_relative_to_the_spread_of_the_values(dtype, unit, mean):

@@ -37,13 +37,18 @@ def chi_square(tokens, expected):
     return float(((counts - wanted) ** 2 / np.where(wanted, wanted, 1)).sum())
 
 
+def following(tokens, table, generator):
+    """A token drawn after each of these."""
+    return (table[tokens].cumsum(-1)[..., :-1] < generator.random((*np.shape(tokens), 1))).sum(-1)
+
+
 def two_emitted(tree, accepted, generator):
     """The first two tokens after the root, as one number; where one is missing the model goes on alone."""
     emitted = []
     for row, path in enumerate(accepted.path):
         said = [*tree.tokens[row, path[path >= 0]][1:], accepted.next_tokens[row]]
         if len(said) < 2:
-            said.append(generator.choice(4, p=MODEL[said[-1]]))
+            said.append(following(said[-1], MODEL, generator))
         emitted.append(said[0] * 4 + said[1])
     return np.array(emitted)
 
@@ -62,9 +67,8 @@ def beams_of(kind, generator):
         "nonsense": [[3, 3], [3, 2]],
     }
     if kind == "sampled":
-        first = generator.choice(4, (ROWS, 3), p=DRAFT[START])
-        second = np.array([generator.choice(4, p=DRAFT[token]) for token in first.ravel()])
-        drafts = np.stack([first, second.reshape(first.shape)], 2)
+        first = following(np.full((ROWS, 3), START), DRAFT, generator)
+        drafts = np.stack([first, following(first, DRAFT, generator)], 2)
     else:
         drafts = np.broadcast_to(np.array(made[kind]), (ROWS, len(made[kind]), 2))
     return np.concatenate([np.full((*drafts.shape[:2], 1), START), drafts], 2)
@@ -132,9 +136,9 @@ def test_sampling_follows_the_model_for_any_drafts(kind):
 def test_speculation_follows_the_model(siblings):
     """Drafts drawn with replacement and packed: siblings are then drawn without."""
     generator = np.random.default_rng(11 + siblings)
-    first = generator.choice(4, (ROWS, siblings), p=DRAFT[START])
-    second = np.array([generator.choice(4, p=DRAFT[token]) for token in first.ravel()]).reshape(first.shape)
-    beams = np.stack([np.full_like(first, START), first, second], 2)
+    root = np.full((ROWS, siblings), START)
+    first = following(root, DRAFT, generator)
+    beams = np.stack([root, first, following(first, DRAFT, generator)], 2)
     tree = TokenTree.from_beams(beams)
     accepted = accept_speculative(tree, MODEL[tree.tokens], DRAFT[tree.tokens], generator)
     assert chi_square(two_emitted(tree, accepted, generator), PAIRS) < CRITICAL[15]
