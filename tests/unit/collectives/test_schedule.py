@@ -10,7 +10,6 @@ from tests.support.drawn import examples
 from tests.support.refusals import refused
 from treeattn.collectives import Schedule, Transfer, build
 from treeattn.collectives import schedule as schedules_
-from treeattn.collectives.combinators import fold_onto
 from treeattn.collectives.schedule import RESULTS
 from treeattn.errors import RestrictionError, ScheduleError
 
@@ -82,21 +81,6 @@ def test_chunks_cut_the_records_without_gap_or_overlap(chunks, records):
     sizes = {part.stop - part.start for part in cut}
     assert max(sizes) - min(sizes) <= 1
     assert schedule.chunk_slice(range(chunks), records) == slice(0, records)
-
-
-@examples(100)
-@given(st.integers(1, 60), st.data())
-def test_fold_onto_gathers_runs_of_neighbours(size, data):
-    core_size = data.draw(st.integers(1, size))
-    core, rounds = fold_onto(core_size, size)
-    merged = {rank: [rank] for rank in core}
-    for transfer in rounds[0] if rounds else ():
-        merged[transfer.dst].append(transfer.src)
-    assert len(core) == core_size
-    assert [rank for run in merged.values() for rank in run] == list(range(size))
-    lengths = [len(run) for run in merged.values()]
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] - lengths[-1] <= 1
 
 
 @pytest.mark.parametrize("scheme", ["all_gather_merge", "all_gather_trees", "double_binary_tree", "ring"])

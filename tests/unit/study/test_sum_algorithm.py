@@ -106,7 +106,7 @@ def test_a_job_that_was_not_started_for_it_is_refused(variable, value, started, 
 
 
 def test_an_nccl_without_names_in_its_trace_and_none_at_all_are_refused(started, monkeypatch):
-    use(monkeypatch, version=22304)
+    use(monkeypatch, get_version=22304)
     with pytest.raises(ArgumentError, match=r"needs NCCL 2\.24"):
         sum_algorithm("ring/ll")
     nccl.problem.cache_clear(), nccl._library.cache_clear()

@@ -17,28 +17,6 @@ def opinion():
     return module
 
 
-@pytest.mark.parametrize(
-    ("cluster", "ranks", "scheme"),
-    [
-        ("leonardo", 8, "recursive_doubling"),
-        ("leonardo", 8, "reduce_scatter_gather"),
-        ("cpu-hdr200", 16, "ring"),
-        ("cpu-hdr200", 16, "chain"),
-        ("dgx-h100", 16, "recursive_doubling"),
-        ("cpu-hdr200", 16, "split_rail"),
-        ("cpu-hdr200", 16, "hierarchical"),
-        ("dgx-h100", 16, "all_gather_merge"),
-        ("frontier", 32, "split_rail"),
-        ("frontier", 32, "recursive_doubling"),
-    ],
-)
-def test_simgrid_agrees(opinion, cluster, ranks, scheme):
-    if why := opinion.problem():
-        pytest.skip(why)
-    row = opinion.compared(cluster, ranks, scheme, 16)
-    assert abs(row["difference"]) < (opinion.BAND if row["meet"] else opinion.BAND_ALONE), row
-
-
 def test_the_committed_results_are_within_the_bands_and_of_this_simulator(opinion):
     """Ours is computed anew: prices or rules that changed since need new results."""
     facts = json.loads((ROOT / "docs/results/second_opinion.json").read_text())
