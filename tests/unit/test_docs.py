@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from docs import fill_tables
 from tests.command.launch import in_process
 from treeattn.cli import commands
 from treeattn.collectives import build, needs_nodes
@@ -130,7 +131,7 @@ def test_pictures_are_current(picture, command, tmp_path):
 
 
 @pytest.mark.slow
-def test_tables_of_results_are_those_of_the_results(fill_tables):
+def test_tables_of_results_are_those_of_the_results():
     """After new results: python docs/fill_tables.py"""
     filled_in = [path for path in PAGES if "<!-- end -->" in path.read_text()]
     assert len(filled_in) > 6
@@ -140,7 +141,7 @@ def test_tables_of_results_are_those_of_the_results(fill_tables):
         assert fill_tables.filled(page) == page, path.name
 
 
-def test_a_table_of_other_than_one_case_is_refused(fill_tables, tmp_path):
+def test_a_table_of_other_than_one_case_is_refused(tmp_path):
     """Of reductions of two batches."""
     lines = (ROOT / "tests/data/compare.jsonl").read_text()
     path = tmp_path / "two.jsonl"
@@ -153,7 +154,7 @@ def test_a_table_of_other_than_one_case_is_refused(fill_tables, tmp_path):
     ("scheme", "block", "cyclic"),
     [("chain", 6, 14), ("k_nomial_tree", 4, 4), ("hierarchical", 2, 2), ("bine", 2, 3), ("ring", 7, 14)],
 )
-def test_messages_in_a_row_are_those_counted_by_hand(fill_tables, scheme, block, cyclic):
+def test_messages_in_a_row_are_those_counted_by_hand(scheme, block, cyclic):
     for where, many in (("block", block), ("cyclic", cyclic)):
         assert fill_tables.in_a_row(fill_tables.summaries(f"cluster_{where}.jsonl")[scheme]) == many
 
@@ -164,7 +165,7 @@ def test_results_come_from_a_clean_commit(path):
     assert b"+dirty" not in path.read_bytes()
 
 
-def test_a_table_shows_the_rows_and_columns_that_are_named(fill_tables, tmp_path, monkeypatch):
+def test_a_table_shows_the_rows_and_columns_that_are_named(tmp_path, monkeypatch):
     monkeypatch.setattr(fill_tables, "RESULTS", tmp_path)
     rows = [{"kind": kind, "time": {"median": 1.5}, "share": 0.25} for kind in "abc"]
     (tmp_path / "made.json").write_text(json.dumps({"runs": [{"name": "first", "rows": rows}]}))

@@ -10,6 +10,7 @@ import re
 
 import pytest
 
+from docs import fill_tables
 from treeattn.collectives import names
 from treeattn.study.compare.rows import SUM
 
@@ -33,11 +34,11 @@ class Measured:
 
 
 @pytest.fixture(params=["block", "cyclic"])
-def cluster(request, fill_tables):
+def cluster(request):
     return request.param, Measured(fill_tables.summaries(f"cluster_{request.param}.jsonl"))
 
 
-def test_messages_in_a_row_decide(cluster, fill_tables):
+def test_messages_in_a_row_decide(cluster):
     _, of = cluster
     steps = {name: fill_tables.in_a_row(of.rows[name]) for name in of.rows if name in names("schedule")}
     groups = [{name for name, many in steps.items() if many in group} for group in ({2}, {4}, {6, 7, 14})]
@@ -66,13 +67,13 @@ def test_other_schemes_on_the_cluster(cluster):
     assert of.behind(SUM) >= {"two_allreduce", "three_allreduce"}
 
 
-def test_one_machine(fill_tables):
+def test_one_machine():
     of = Measured(fill_tables.summaries("compare_4.jsonl"))
     assert of.ahead(SUM) == set(names("schedule")) | {"head_all_to_all"}
     assert of.behind(SUM) == {"mpi_allreduce", "two_allreduce", "three_allreduce"}
 
 
-def test_attention_on_each_processor(fill_tables):
+def test_attention_on_each_processor():
     """Every row of that table: the processor, the build and the percents are those of its file."""
     page = (fill_tables.DOCS / "measured.md").read_text()
     shown = re.findall(r"^\| (\w+) .+\| (\w+) \| (\w+\.json) \| (.+) \| (.+) \|$", page, re.MULTILINE)

@@ -1,6 +1,5 @@
 """What the gate leaves out: whether it passed with the files as they are, and which of it is made."""
 
-import importlib.util
 import json
 import os
 import re
@@ -9,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+from tools import passed as tool
 
 ROOT = Path(__file__).resolve().parents[2]
 MAKEFILE = """
@@ -25,15 +26,7 @@ killed:
 
 
 @pytest.fixture
-def tool():
-    spec = importlib.util.spec_from_file_location("passed", ROOT / "tools/passed.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def passed(tool, tmp_path, monkeypatch):
+def passed(tmp_path, monkeypatch):
     """The tool over a small tree: three targets that depend on one package, or on a part of it."""
     (tmp_path / "package/apart").mkdir(parents=True)
     (tmp_path / "package/apart/other.py").write_text("1")
@@ -48,7 +41,7 @@ def passed(tool, tmp_path, monkeypatch):
     return tool
 
 
-def noted(tool, *targets, seconds=0):
+def noted(*targets, seconds=0):
     for target in targets:
         tool.note(target, int(time.time()) + 1)
     entries = {name: entry | {"seconds": seconds} for name, entry in tool.record().items()}
@@ -58,12 +51,12 @@ def noted(tool, *targets, seconds=0):
 def test_a_record_holds_until_a_file_changes_comes_or_goes(passed, tmp_path):
     code, new = tmp_path / "package/code.py", tmp_path / "package/new.py"
     assert not passed.passed("quick")
-    noted(passed, "quick", "slow")
+    noted("quick", "slow")
     assert passed.passed("quick")
     for change in (lambda: code.write_text("3"), lambda: new.write_text(""), code.unlink):
         change()
         assert not passed.passed("quick")
-        noted(passed, "quick")
+        noted("quick")
         assert passed.passed("quick")
     assert not passed.passed("slow")
     (tmp_path / "package/__pycache__").mkdir()  # what Python compiles is no file of a target
@@ -82,7 +75,7 @@ def test_nothing_is_noted_that_was_edited_meanwhile(passed, tmp_path):
 
 def test_what_is_due_is_made_while_time_is_left(passed, tmp_path, capsys):
     """Known ones first: `slow` is cut off, and nothing is left for `quick`."""
-    noted(passed, "broken", "slow")
+    noted("broken", "slow")
     (tmp_path / "package/apart/other.py").write_text("3")
     assert passed.make_due(2) == 0
     assert [line.split(",")[0] for line in said(capsys)] == ["left: slow", "left: quick"]
@@ -109,7 +102,7 @@ def test_nothing_is_noted_of_which_a_part_was_chosen(passed, monkeypatch, name):
 
 
 def test_what_takes_longer_than_is_left_is_not_begun(passed, tmp_path, capsys):
-    noted(passed, "slow", seconds=1000)
+    noted("slow", seconds=1000)
     (tmp_path / "package/code.py").write_text("3")
     assert passed.make_due(500) == 1
     assert sorted(line.split(",")[0] for line in said(capsys)) == [
@@ -135,7 +128,7 @@ def test_what_a_machine_lacks_is_named(passed, monkeypatch, capsys):
     assert not passed.RECORD.exists()
 
 
-def test_targets_depend_on_what_their_tests_share(tool):
+def test_targets_depend_on_what_their_tests_share():
     """Models, launchers and fixtures that are no test of one target."""
     for target, parts in tool.TARGETS.items():
         if any(part.startswith("tests/") for part in parts) and target != "test-kernels":
@@ -158,7 +151,7 @@ def test_when_the_makefile_notes(tmp_path, words, noted):
     assert ("passed.py --note slow" in asked.stdout) == noted
 
 
-def test_every_target_of_the_table_notes_that_it_passed(tool):
+def test_every_target_of_the_table_notes_that_it_passed():
     for target in tool.TARGETS:
         recipe = re.search(rf"^{target}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert recipe is not None

@@ -66,7 +66,10 @@ SLICE, ASCEND = "a slice needs an end, and a step above 0", "must ascend"
         (np.array([0.5, 1]), "positions are float64 of shape"),
         ([(0.5, 1, 3)], "a run is three whole numbers"),
         *((given, ASCEND) for given in ([(4, 0, 3)], [(4, 1, 3), (6, 1, 1)])),
-        ([(MAX_POSITION, 1, 1)], "positions are below 2"),
+        *(
+            (given, r"position \d+ is not served: positions are below 2\^60")
+            for given in ([(MAX_POSITION, 1, 1)], np.array([0, 2**63 + 1], np.uint64), [(2**62, 1, 4)])
+        ),
     ],
     ids=str,
 )

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.builds import built
 from tests.support.problems import draw
-from treeattn import partial
+from treeattn import partial, reference
 from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import as_runs
@@ -24,6 +24,7 @@ from treeattn.backends.cpu.records import rescale_records
 pytestmark = pytest.mark.deep
 KERNELS = Path(__file__).parents[3] / "kernels" / "cpu"
 TYPES = {"float32": (np.float32, 0), "float16": (np.float16, 1), "bfloat16": (ml_dtypes.bfloat16, 2)}
+NARROW = {"float8_e4m3fn": (ml_dtypes.float8_e4m3fn, 3), "float8_e5m2": (ml_dtypes.float8_e5m2, 4)}
 
 # Optimised, the sanitized kernels take twice as long to compile.
 SANITIZE = ["-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
@@ -65,7 +66,17 @@ def run(driver, head, *arrays):
     return np.frombuffer(result.stdout, np.float32)
 
 
-@pytest.mark.parametrize("dtype", TYPES)
+def check(records, exact, out_error, lse_error):
+    """Empty records are the identity; of the others out and lse are as exact."""
+    empty = exact[..., 1] == 0
+    assert (records[empty] == exact[empty]).all()
+    records, exact = records[~empty], exact[~empty]
+    np.testing.assert_allclose(records[:, 2:] / records[:, 1:2], exact[:, 2:] / exact[:, 1:2], atol=out_error)
+    ours, theirs = (array[:, 0] + np.log(array[:, 1]) for array in (records, exact))
+    np.testing.assert_allclose(ours, theirs, atol=lse_error)
+
+
+@pytest.mark.parametrize("dtype", [*TYPES, *NARROW])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -76,50 +87,19 @@ def run(driver, head, *arrays):
 )  # fmt: skip
 def test_attention(driver, dtype, shape):
     batch, queries, heads, kv_heads, head_dim, tokens = shape
-    numpy_type, number = TYPES[dtype]
+    stored, number = (TYPES | NARROW)[dtype]
+    of_q, q_number = TYPES["float32"] if dtype in NARROW else (stored, number)
     rng = np.random.default_rng(sum(shape))
-    q = rng.standard_normal((batch, queries, heads, head_dim)).astype(numpy_type)
-    k, v = (rng.standard_normal((batch, tokens, kv_heads, head_dim)).astype(numpy_type) for _ in "kv")
+    q = rng.standard_normal((batch, queries, heads, head_dim)).astype(of_q)
+    k, v = (rng.standard_normal((batch, tokens, kv_heads, head_dim)).astype(stored) for _ in "kv")
     if dtype == "float16" and tokens:
         v.reshape(-1)[: min(v.size, 1024)] = np.arange(1, 1025, dtype=np.uint16).view(np.float16)[: v.size]
     scale = head_dim**-0.5
+    right = reference.partial(q, k, v, scale=scale)
+    exact = np.concatenate([right.max[..., None], right.denominator[..., None], right.numerator], -1)
     for threads, way in ((1, 0), (1, 1), (3, 1), (3, 2)):
-        head = " ".join(map(str, ("attend", *shape, number, number, threads, way, scale)))
-        records = run(driver, head, q, k, v).reshape(batch, heads, queries, head_dim + 2)
-        exact = reference(q, k, v, scale)
-        empty = exact[..., 1] == 0
-        assert (records[empty] == exact[empty]).all()
-        np.testing.assert_allclose(records[~empty][:, 0], exact[~empty][:, 0], atol=1e-5)
-        ours, theirs = (array[~empty] / array[~empty][:, 1:2] for array in (records, exact))
-        np.testing.assert_allclose(ours[:, 2:], theirs[:, 2:], atol=4e-6)
-        np.testing.assert_allclose(records[~empty][:, 1], exact[~empty][:, 1], rtol=2e-6)
-
-
-def reference(q, k, v, scale):
-    q, k, v = (array.astype(np.float64) for array in (q, k, v))
-    k, v = (np.repeat(array, q.shape[2] // k.shape[2], axis=2) for array in (k, v))
-    records = partial.identity((q.shape[0], q.shape[2], q.shape[1]), q.shape[3], np.float64)
-    if k.shape[1]:
-        scores = scale * np.einsum("bqhd,bthd->bhqt", q, k)
-        records[..., 0] = scores.max(-1)
-        weights = np.exp(scores - records[..., :1])
-        records[..., 1] = weights.sum(-1)
-        records[..., 2:] = np.einsum("bhqt,bthd->bhqd", weights, v)
-    return records
-
-
-@pytest.mark.parametrize(("stored", "number"), [(ml_dtypes.float8_e4m3fn, 3), (ml_dtypes.float8_e5m2, 4)])
-@pytest.mark.parametrize("shape", [(1, 1, 2, 2, 72, 33), (2, 3, 4, 2, 40, 17), (1, 33, 1, 1, 8, 5)])
-def test_attention_to_8_bits(driver, stored, number, shape):
-    batch, queries, heads, kv_heads, head_dim, tokens = shape
-    rng = np.random.default_rng(sum(shape))
-    q = rng.standard_normal((batch, queries, heads, head_dim)).astype(np.float32)
-    k, v = (rng.standard_normal((batch, tokens, kv_heads, head_dim)).astype(stored) for _ in "kv")
-    head = " ".join(map(str, ("attend", *shape, 0, number, 1, 0, 0.25)))
-    records = run(driver, head, q, k, v).reshape(batch, heads, queries, head_dim + 2)
-    exact = reference(q, k, v, 0.25)
-    np.testing.assert_allclose(records[..., 0], exact[..., 0], atol=1e-5)
-    np.testing.assert_allclose(records[..., 1:], exact[..., 1:], rtol=1e-5, atol=1e-5)
+        head = " ".join(map(str, ("attend", *shape, q_number, number, threads, way, scale)))
+        check(run(driver, head, q, k, v).reshape(exact.shape), exact, 4e-6, 1e-5)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -156,12 +136,7 @@ def test_what_a_query_may_see(driver, seed):
         head = " ".join(map(str, ("see", *shape, kind, kind, threads, way, case.scale, *counts)))
         arrays = (*tables, visible.draft_positions, pages, case.q, k, v)
         records = run(driver, head, *arrays).reshape(exact.shape)
-        empty = exact[..., 1] == 0
-        assert (records[empty] == exact[empty]).all()
-        ours, theirs = (array[~empty] / array[~empty][:, 1:2] for array in (records, exact))
-        np.testing.assert_allclose(ours[:, 2:], theirs[:, 2:], atol=1e-4)
-        ours, theirs = (array[~empty][:, 0] + np.log(array[~empty][:, 1]) for array in (records, exact))
-        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+        check(records, exact, 1e-4, 1e-4)
 
 
 @pytest.mark.parametrize("width", [3, 10, 23, 130])

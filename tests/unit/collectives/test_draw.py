@@ -1,16 +1,15 @@
 """Drawings and exports: against committed ones, and against the schedule that they show."""
 
-import importlib.util
 import json
 import re
 import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.golden import regenerate
 from tests.support.drawn import examples
 from treeattn.collectives import Schedule, Transfer, build, names
 from treeattn.collectives.catalog import needs_nodes
@@ -20,19 +19,12 @@ from treeattn.collectives.drawings import text as draw
 from treeattn.collectives.drawings.timeline import rounds, ticks, timeline
 from treeattn.errors import RestrictionError, ScheduleError
 
-GOLDEN = Path(__file__).resolve().parents[2] / "golden"
+GOLDEN = regenerate.HERE
 SCHEDULES = names("schedule")
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def golden_drawings():
-    spec = importlib.util.spec_from_file_location("regenerate", GOLDEN / "regenerate.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.drawings()
-
-
-DRAWINGS = golden_drawings()
+DRAWINGS = regenerate.drawings()
 
 
 @pytest.mark.parametrize("file_name", sorted(DRAWINGS))

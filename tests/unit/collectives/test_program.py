@@ -158,7 +158,7 @@ def in_some_order(case, made, orders=200, **options):
 
 
 @given(cases())
-@examples(150)
+@examples(75)
 def test_any_order_of_ranks_gives_what_the_schedule_means(case):
     """Over steps that use every slot again, on any nodes, in one piece or in several."""
     made = programs(case, pieces=1 + case.seed % 3)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import treeattn
-from treeattn.attention.positions import as_runs
 from treeattn.mpi import library
 
 Q, K = np.zeros((1, 1, 16, 128), np.float32), np.zeros((1, 64, 4, 128), np.float32)
@@ -61,14 +60,6 @@ def test_the_layout_of_torch_is_named(q, k, which):
 def test_an_unknown_keyword_argument_tells_which_is_meant(call, word, meant):
     with pytest.raises(TypeError, match=f"{call.__name__} has no argument '{word}': did you mean {meant}"):
         call(**{word: 1})
-
-
-@pytest.mark.parametrize(
-    "positions", [np.array([2**62, 2**63 - 1]), np.array([0, 2**63 + 1], np.uint64), [(2**62, 1, 4)]]
-)
-def test_positions_have_an_end(positions):
-    with pytest.raises(treeattn.ArgumentError, match=r"position \d+ is not served: .* below 2\^60"):
-        as_runs(positions)
 
 
 def test_a_default_was_not_asked_for():
