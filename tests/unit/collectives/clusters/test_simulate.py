@@ -10,6 +10,7 @@ from treeattn.collectives import Schedule, Transfer, build, names, needs_nodes
 from treeattn.collectives.clusters import description
 from treeattn.collectives.clusters.bound import spread
 from treeattn.collectives.clusters.critical_path import assumed_share, critical_path, in_words
+from treeattn.collectives.clusters.description import Executor, Protocol, Tier
 from treeattn.collectives.clusters.placement import block, node_groups
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.schedule import Payload
@@ -232,3 +233,30 @@ def test_what_a_tier_shares_is_taken_one_after_the_other():
     near = tuple(Transfer(2 * node, 2 * node + 1, range(1), False) for node in range(4))
     found = simulate(Schedule("near", 16, 1, (near,)), cluster, block(cluster, 16), Payload(1, 5))
     assert [flight.delivered for flight in found.flights] == pytest.approx([4.0] * 4)
+
+
+def test_a_message_holds_no_port_while_it_waits_for_another():
+    """0, 1 and 2 wait for the NIC of 4; 3 -> 7 uses none of what they wait for."""
+    messages = tuple(Transfer(src, dst) for src, dst in ((0, 4), (1, 4), (2, 4), (3, 7)))
+    schedule = Schedule("made", 8, 1, (messages,))
+    for taper in (0.0, 1e-6):
+        cluster = two_tiers(2, 4, between=1.0, bandwidth=1.0)
+        node, net = cluster.tiers
+        groups = Tier("group", 4, 1.0, 0.0, 0.0, 1.0)
+        node = replace(node, joins=1)
+        cluster = replace(cluster, tiers=(node, groups, replace(net, taper=taper)), node="node", cards=1)
+        found = simulate(schedule, cluster, tuple(range(8)), Payload(1, 10_000))
+        landed = {(flight.src, flight.dst): flight.delivered for flight in found.flights}
+        assert landed[3, 7] == pytest.approx(11, abs=1e-3)
+        assert landed[2, 4] == pytest.approx(31, abs=1e-3)
+
+
+def test_a_sender_that_waits_for_its_receiver_does_not_begin_before_it():
+    """The receiver of a long message is still merging when its sender is ready: it begins once that ends."""
+    early, late = Transfer(2, 1), Transfer(3, 0, range(1), False)
+    schedule = Schedule("made", 4, 1, ((early, late), (Transfer(0, 1, range(1), False),)))
+    cluster = two_tiers(4, 1, between=1.0, protocols=(Protocol("long", 1, 1.0, None, True),))
+    cluster = replace(cluster, executors={"free": Executor(0.0, 0.0, 1.0)})
+    found = simulate(schedule, cluster, (0, 1, 2, 3), Payload(1, 100_000), starts=(0.0, 0.0, 0.0, 4.0))
+    message = next(flight for flight in found.flights if flight.round == 1)
+    assert message.delivered == pytest.approx(1 + 100 + 1)
