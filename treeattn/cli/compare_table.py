@@ -36,6 +36,14 @@ COLUMNS: list[Column[Summary]] = [
     Column("error\nof out", "error_out", ".1e", wide=True),
 ]  # fmt: skip
 
+_PREDICTED: list[Column[Summary]] = [
+    Column("scheme", "label", words=True),
+    Column("measured, µs", "time_us", microseconds),
+    Column("predicted, µs", "predicted_us", microseconds),
+    Column("95 %", lambda r: between(r["predicted_low_us"], r["predicted_high_us"], microseconds)),
+    Column("error", lambda row: row["predicted_us"] / row["time_us"] - 1, "+.0%"),
+]
+
 
 def headlines(summaries: Sequence[Summary]) -> dict[str, str]:
     """Case -> the sentence that says what is fastest in it, and why."""
@@ -86,12 +94,14 @@ def show(made: Report, summaries: Sequence[Summary], errors: Mapping[Key, str]) 
         for row in rows:
             if row["wrong"]:
                 made.line(f"wrong: {row['label']}: {row['wrong']}", style="red")
-        for known in ("proved", "measured"):
-            if names := [row["label"] for row in rows if bits(row).startswith(known)]:
-                made.line(f"identical bits on all ranks ({known}): {', '.join(names)}")
+        for how in ("proved", "measured"):
+            if names := [row["label"] for row in rows if bits(row).startswith(how)]:
+                made.line(f"identical bits on all ranks ({how}): {', '.join(names)}")
         for text in filter(None, (equal_messages(rows), own_jobs(rows))):
             made.line(text)
-        foretold.append(_show_predicted(made, rows))
+        if known := [row for row in rows if row["predicted_us"] is not None]:
+            foretold.append(known)
+            made.table(known, _PREDICTED)
     causes: dict[Any, list[Key]] = {}
     for key, message in errors.items():
         causes.setdefault((key.case, message), []).append(key)
@@ -99,7 +109,7 @@ def show(made: Report, summaries: Sequence[Summary], errors: Mapping[Key, str]) 
         schemes = ", ".join(key.label for key in keys)
         made.line(f"could not run: {schemes} ({keys[0].words}): {message}", style="red")
     _add_notes(made, summaries)
-    if found := accuracy([case for case in foretold if case]):
+    if found := accuracy(foretold):
         made.line(
             f"predicted against measured, {found['rows']} times: median {found['median']:.0%} off, "
             f"{found['within_interval']:.0%} in their intervals; what is predicted fastest takes "
@@ -129,20 +139,6 @@ def _add_notes(made: Report, summaries: Sequence[Summary]) -> None:
         made.line(f"as few as {least} iterations a block: a median wants {ENOUGH}")
     if (late := max(row["late"] / (row["blocks"] * row["iterations"]) for row in summaries)) > 0.1:
         made.line(f"some rank entered after the agreed instant in up to {min(late, 1):.0%} of the iterations")
-
-
-def _show_predicted(made: Report, rows: Sequence[Summary]) -> list[Summary]:
-    """The table of one case; its rows that have predictions."""
-    found = [row for row in rows if row["predicted_us"] is not None]
-    if found:
-        made.table(found, [
-            Column("scheme", "label", words=True),
-            Column("measured, µs", "time_us", microseconds),
-            Column("predicted, µs", "predicted_us", microseconds),
-            Column("95 %", lambda r: between(r["predicted_low_us"], r["predicted_high_us"], microseconds)),
-            Column("error", lambda row: row["predicted_us"] / row["time_us"] - 1, "+.0%"),
-        ])  # fmt: skip
-    return found
 
 
 def accuracy(cases: Sequence[Sequence[Summary]]) -> dict[str, float]:

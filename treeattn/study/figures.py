@@ -40,12 +40,9 @@ def relative(frame: pandas.DataFrame, width: float = WIDTH) -> Figure | None:
 
 def scaling(frame: pandas.DataFrame, width: float = WIDTH) -> Figure | None:
     """Time over the number of ranks, of what was measured on several."""
-    found = frame.assign(x=frame["ranks"], unit="ranks")
-    size = found["bytes"].where(found["what"] == "reduce", found["tokens"])
-    found["panel"] = [
-        _words(row, f"{int(n):,} {'bytes' if row['what'] == 'reduce' else 'tokens'}")
-        for n, (_, row) in zip(size, found.iterrows(), strict=True)
-    ]
+    sized = _sized(frame)
+    panels = [_words(row, f"{row['x']:,} {row['unit']}") for _, row in sized.iterrows()]
+    found = sized.assign(x=sized["ranks"], unit="ranks", panel=panels)
     several = found.groupby("panel")["x"].transform("nunique") > 1
     return _panels(found[several], width, "time_us", "low_us", "high_us", "µs from the last entry")
 
@@ -138,9 +135,7 @@ def _panels(
     panels = list(frame.groupby("panel", sort=False))
     rows = [len(of) if of["x"].nunique() == 1 else 0 for _, of in panels]
     names = frame["label"].nunique()
-    least = (
-        max(0.55 * width, 0.7 + 0.15 * names) if width >= _COLUMN else 1.8
-    )  # the legend has room, or is below
+    least = max(0.55 * width, 0.7 + 0.15 * names) if width >= _COLUMN else 1.8  # room beside or below it
     heights = [0.9 + 0.16 * many if many else least for many in rows]
     below = 0.0 if all(rows) or width >= _COLUMN else 0.08 * (names + 1)
     styles = dict(_styles(frame))

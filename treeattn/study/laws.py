@@ -13,8 +13,6 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from treeattn.errors import ArgumentError
-
 
 def shard_elements(batch: int, tokens: int, heads: int, head_dim: int) -> int:
     """Elements of one rank's keys and values, 2 b t d: equation 11."""
@@ -48,32 +46,22 @@ def ring_volume(batch: int, tokens: int, heads: int, head_dim: int, hops: int) -
     return hops * shard_elements(batch, tokens, heads, head_dim)
 
 
-def allreduce_volume(elements: int, ranks: int) -> Fraction:
-    """Elements that each rank sends in an allreduce of `elements`, 2 (p - 1) / p of them: equation 12.
-
-    On average over the ranks: trees send as much, unevenly, and schedules of few rounds send more.
-    A fraction, since it is exact.
-    """
-    if ranks < 1:
-        raise ArgumentError(f"ranks {ranks}: there is at least one")
-    return Fraction(2 * (ranks - 1) * elements, ranks)
-
-
 def tree_volume(batch: int, heads: int, head_dim: int, ranks: int) -> Fraction:
     """Elements that each rank sends to reduce its partials, 2 (p - 1) / p (b d + 2 b n_h): equation 14.
 
-    Numerator, denominator and maximum of a head (equation 13) are one record of head_dim + 2 elements. The
-    paper sends them in three allreduces, which changes the number of messages, not the volume.
+    Numerator, denominator and maximum of a head (equation 13) are one record of head_dim + 2 elements of an
+    allreduce, which sends 2 (p - 1) / p of its elements (equation 12) on average over the ranks: trees send
+    as much, unevenly, and schedules of few rounds send more. The paper has three allreduces, which changes
+    the number of messages, not the volume. A fraction, since it is exact.
     """
-    return allreduce_volume(batch * heads * (head_dim + 2), ranks)
+    return Fraction(2 * (ranks - 1) * batch * heads * (head_dim + 2), ranks)
 
 
 def reduction_steps(tokens: int, ranks: int) -> int:
     """Merges one after the other that fold `tokens` values on `ranks` ranks: Theorem 1, O(N / p + log p).
 
-    `tokens` of all ranks together. Each rank folds its own, ceil(N / p) - 1 merges, then the ranks' values
-    meet in pairs, ceil(log2 p) merges. With as many ranks as tokens only the logarithm is left.
+    `tokens` of all ranks together, one of each at least. Each rank folds its own, ceil(N / p) - 1 merges,
+    then the ranks' values meet in pairs, ceil(log2 p) merges. With as many ranks as tokens only the
+    logarithm is left.
     """
-    if not 1 <= ranks <= tokens:
-        raise ArgumentError(f"{ranks} ranks for {tokens} tokens: at least one rank, and a token for each")
     return -(-tokens // ranks) - 1 + (ranks - 1).bit_length()

@@ -10,7 +10,7 @@ from typing import Any
 from treeattn.attention.shape import Shape
 from treeattn.backends import device as devices
 from treeattn.backends.device import Attention
-from treeattn.collectives.runtime.memory import HOST, Memory
+from treeattn.collectives.runtime.memory import HOST
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.plan import LocalPlan
@@ -58,7 +58,6 @@ def library_sum(key: Key, reduction: ReductionSpec) -> Reducer:
         )
     from treeattn.study.compare.sum_algorithm import nccl_sum, sum_algorithm
 
-    add = _by_way_of_the_host if key.transport == "host" else _where_it_lies
     with ExitStack() as ending:
         if key.algorithm:
             ending.callback(sum_algorithm(key.algorithm).leave)
@@ -68,32 +67,26 @@ def library_sum(key: Key, reduction: ReductionSpec) -> Reducer:
         from treeattn.collectives.runtime import mpi_communicator  # starts MPI
 
         comm = mpi_communicator.duplicate(reduction.comm)
-        call = add(comm.unwatched, reduction.memory, mine)
+        call = _sum(comm.unwatched, reduction.memory, mine, key.transport == "host")
         ending.callback(comm.free)
         return OneCall(key.scheme, call, ending.pop_all().close)
 
 
-def _where_it_lies(comm: Any, memory: Memory, mine: Array) -> Callable[[], object]:
-    total, operation = memory.empty(mine.shape, mine.dtype), library.load().SUM
+def _sum(comm: Any, memory: Any, mine: Array, staged: bool) -> Callable[[], object]:
+    """A call that adds up `mine` over the ranks. staged: by way of the host."""
+    allocate, operation = memory.pinned if staged else memory.empty, library.load().SUM
+    total = allocate(mine.shape, mine.dtype)
+    given = allocate(mine.shape, mine.dtype) if staged else mine
     if memory is HOST:
         return lambda: comm.Allreduce(mine, total, operation)
 
     def add() -> None:
-        memory.synchronize()
-        comm.Allreduce(mine, total, operation)
-
-    return add
-
-
-def _by_way_of_the_host(comm: Any, memory: Any, mine: Array) -> Callable[[], object]:
-    given, total = (memory.pinned(mine.shape, mine.dtype) for _ in range(2))
-    operation = library.load().SUM
-
-    def add() -> None:
-        memory.copy(given, mine)
+        if staged:
+            memory.copy(given, mine)
         memory.synchronize()
         comm.Allreduce(given, total, operation)
-        memory.copy(mine, total)
+        if staged:
+            memory.copy(mine, total)
 
     return add
 
