@@ -112,8 +112,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     if not {*_HELP, "--version"}.isdisjoint(words):
         size = 1  # who only asks that waits for no other rank
     warnings.showwarning = _show_warning  # type: ignore[assignment]
-    screen, output = sys.stdout, StandardOutput.of_rank(rank)
-    sys.stdout = output
+    screen = sys.stdout
+    output = StandardOutput(open(os.devnull, "w") if rank else screen)  # noqa: SIM115
+    sys.stdout = output  # type: ignore[assignment]
     interrupted = functools.partial(_end_interrupted, rank)
     endings: dict[int, Callable[[], object]] = {signal.SIGINT: interrupted}
     for number in (signal.SIGTERM, signal.SIGHUP):  # of schedulers before the limit, of terminals that close

@@ -6,54 +6,40 @@ import errno
 import io
 import os
 import sys
-from typing import TextIO
+from collections.abc import Callable
+from typing import Any, TextIO
 
 
-class StandardOutput(io.TextIOBase):
+class StandardOutput:
     """Text on its way to `screen`; the first error is kept for the end. Without a screen nothing is shown.
 
     A reader that has seen enough is no error.
     """
 
     def __init__(self, screen: TextIO | None) -> None:
-        self._screen = screen
+        self._screen = screen or open(os.devnull, "w")  # noqa: SIM115
+        self._closed = screen is None
         self._problem: OSError | None = None
         if isinstance(screen, io.TextIOWrapper):
             screen.reconfigure(errors="replace")  # tables have characters that not every terminal knows
 
-    @classmethod
-    def of_rank(cls, rank: int) -> StandardOutput:
-        """The standard output of this process: ranks other than 0 repeat rank 0."""
-        return cls(open(os.devnull, "w") if rank else sys.stdout)
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return getattr(self._screen, "encoding", "utf-8")
-
-    @property
-    def errors(self) -> str:  # type: ignore[override]
-        return getattr(self._screen, "errors", "replace")
-
-    def isatty(self) -> bool:
-        return self._screen is not None and self._screen.isatty()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._screen, name)
 
     def write(self, text: str) -> int:
         """Show it, unless that has failed before."""
-        if not isinstance(text, str):  # by which click asks whether bytes are written here
-            raise TypeError(f"text is written here, not {type(text).__name__}")
-        if self._problem is None and text:
-            try:
-                if self._screen is None:
-                    raise OSError(errno.EBADF, "is closed")
-                self._screen.write(text)
-            except OSError as error:
-                self._problem = error
+        if self._closed and text:
+            self._problem = OSError(errno.EBADF, "is closed")
+        self._unless_lost(self._screen.write, text)
         return len(text)
 
     def flush(self) -> None:
-        if self._problem is None and self._screen is not None:
+        self._unless_lost(self._screen.flush)
+
+    def _unless_lost(self, do: Callable[..., object], *given: str) -> None:
+        if self._problem is None:
             try:
-                self._screen.flush()
+                do(*given)
             except OSError as error:
                 self._problem = error
 

@@ -11,5 +11,5 @@ from treeattn.cli.standard_output import StandardOutput
 
 def test_bytes_are_refused_even_none():
     """By which click tells text from bytes: it would write bytes of all that follows."""
-    with pytest.raises(TypeError, match="text is written here, not bytes"):
+    with pytest.raises(TypeError, match="must be str, not bytes"):
         StandardOutput(sys.stdout).write(b"")
