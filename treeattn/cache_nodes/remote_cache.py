@@ -81,7 +81,7 @@ class RemoteCache:
         ----------
         layer : int
         q : [batch, tokens, heads, head_dim]
-            Of the new tokens; more than 512, or no power of two of them, go in several steps.
+            Of the new tokens; more than 512, or no power of two of them, go in several steps where causal.
         k, v : [batch, tokens, kv_heads, head_dim], [.., v_dim], optional
             Of the new tokens, of a latent cache k alone; without them q attends to what is there, as the last
             tokens of it.
@@ -113,7 +113,8 @@ class RemoteCache:
         first = None if begins is None else self._per_sequence("begins", begins, None)
         self._check_room(layer, counted, tokens)
         rules = Rules.of(_CAUSAL if rules is None else rules, heads)
-        pieces = list(_pieces(queries)) if len(given) > 1 else [slice(0, queries)]
+        apart = len(given) > 1 and rules.causal  # else queries see what comes behind them, too
+        pieces = list(_pieces(queries)) if apart else [slice(0, queries)]
         results = []
         for piece in pieces:
             some = tuple(array[:, piece] for array in given)
