@@ -77,7 +77,7 @@ def main() -> None:
     # Two groups, so that every barrier and the fence have their work to do.
     vars(attention)["choose_splits"] = lambda load, number: Splits(number, 2)
     if kind in WORK:
-        held = [WORK[kind](runtime, kernel, True)]
+        held = [WORK[kind](runtime, kernel)]
     else:
         held = [run_records(runtime)] if kind == "records" else run_pull(sanitizer, kind, edit)
     print("NaN" if any(np.isnan(array).any() for array in held) else "finite")

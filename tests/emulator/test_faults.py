@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from treeattn.backends.cuda import attention
 from treeattn.backends.cuda.compile import source
 from treeattn.backends.cuda.splits import Splits
-from treeattn.backends.cuda.tables import VisibleTables
 
 from .faults import FAULTS, faults_source, planted
 from .raw_module import EmulatorError, RawModule
@@ -48,60 +49,28 @@ def test_shared_memory_starts_as_nan(faults: RawModule, name: str) -> None:
     assert np.isnan(x).any()
 
 
-@pytest.fixture(autouse=True)
-def _groups_of_eleven(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However few the splits are, they are merged on two levels."""
-    monkeypatch.setattr(attention, "choose_splits", lambda load, number: Splits(number, 11))
-
-
-def run(fault: str | None, kernel: str, seed: int, kind: str) -> np.ndarray:
-    """The bits of what a kernel leaves."""
-    runtime = EmulatorRuntime(seed=seed, edit=planted(FAULTS[fault]) if fault else str)
-    return WORK[kind](runtime, kernel, False).view(np.uint32)
-
-
-def is_seen(fault: str, seed: int, good: np.ndarray) -> bool:
-    """By other records, or by what the emulator says."""
-    try:
-        return bool((run(fault, FAULTS[fault].kernel, seed, FAULTS[fault].kind) != good).any())
-    except EmulatorError as error:
-        return "g++" not in str(error)
-
-
 # These change no value here, or end the process: see test_sanitizers.py.
-SILENT = (
-    "no_fence",
-    "no_views_barrier",
-    "no_views_barrier_rows",
-    "no_arrival_barrier",
-    "query_always_by_vectors",
-    "misaligned_scratch",
-)
-
-
-# Those of pull_partials.cu have a test of their own.
-OF_ATTENTION = [name for name, fault in FAULTS.items() if fault.kernel != "pull"]
+SILENT = ("no_fence", "no_arrival_barrier")
 
 
 @pytest.mark.deep
-@pytest.mark.parametrize("fault", [name for name in OF_ATTENTION if name not in SILENT])
-def test_faults_are_seen(fault: str) -> None:
-    good = run(None, FAULTS[fault].kernel, 0, FAULTS[fault].kind)
-    assert any(is_seen(fault, seed, good) for seed in range(8))
+@pytest.mark.parametrize(
+    "fault",
+    [n for n, f in FAULTS.items() if f.kernel != "pull" and f.sanitizer == "thread" and n not in SILENT],
+)
+def test_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By other records, or by what the emulator says. However few splits are, they merge on two levels."""
+    monkeypatch.setattr(attention, "choose_splits", lambda load, number: Splits(number, 2))
+    kernel, kind = FAULTS[fault].kernel, FAULTS[fault].kind
 
+    def bits(seed: int, edit: Callable[[str], str] = str) -> np.ndarray:
+        return WORK[kind](EmulatorRuntime(seed=seed, edit=edit), kernel).view(np.uint32)
 
-@pytest.mark.parametrize("kernel", ["fma", "mma"])
-def test_without_a_fault_nothing_is_invalid(kernel: str) -> None:
-    assert np.isfinite(WORK["plain"](EmulatorRuntime(), kernel, False)).all()
-    invalid = np.isnan(WORK["tables"](EmulatorRuntime(), kernel, False))
-    assert invalid[:, 0, :, 1, 2:].all() == (kernel == "fma")
-    invalid[:, 0, :, 1, 2:] = False
-    assert not invalid.any()
+    def is_seen(seed: int) -> bool:
+        try:
+            return bool((bits(seed, planted(FAULTS[fault])) != good).any())
+        except EmulatorError as error:
+            return "g++" not in str(error)
 
-
-def test_tables_of_the_last_step_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host's part: what changed has to be uploaded."""
-    good = run(None, "fma", 0, "tables")
-    fill = VisibleTables.fill
-    monkeypatch.setattr(VisibleTables, "fill", lambda tables: tables.steps or fill(tables))
-    assert (run(None, "fma", 0, "tables") != good).any()
+    good = bits(0)
+    assert any(map(is_seen, range(8)))

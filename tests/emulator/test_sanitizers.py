@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from .faults import FAULTS
+
 pytestmark = pytest.mark.deep
 
 SUPPRESSIONS = Path(__file__).parent / "thread_sanitizer.supp"
@@ -72,46 +74,17 @@ def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
     assert (result.returncode, result.stdout.strip()) == (0, "finite"), result.stderr[-3000:]
 
 
+def work(name: str) -> str:
+    """What `sanitized.py` is asked to do with a planted fault."""
+    fault = FAULTS[name]
+    by_kernel = fault.kind in ("plain", "tables", "cache")
+    return f"{fault.kernel}_{fault.kind}:{name}" if by_kernel else f"{fault.kind}:{name}"
+
+
 @pytest.mark.parametrize(
     ("what", "file"),
-    [
-        ("fma_plain:no_barrier", "partial_attention.cu"),
-        ("fma_plain:no_query_barrier", "partial_attention.cu"),
-        ("fma_plain:no_fence", "combine.cuh"),
-        ("fma_plain:no_arrival_barrier", "combine.cuh"),
-        ("fma_plain:no_states_barrier", "combine.cuh"),
-        ("fma_plain:no_weights_barrier", "combine.cuh"),
-        ("fma_plain:no_sums_barrier", "combine.cuh"),
-        ("mma_plain:no_pipeline_barrier", "attention_mma.cu"),
-        ("mma_plain:stages_reused_early", "attention_mma.cu"),
-        ("mma_cache:no_widened_barrier", "attention_mma.cu"),
-        ("latent:no_parts_barrier", "attention_mma.cu"),
-        ("many:no_tile_barrier_rows", "attention_rows.cu"),
-        ("many:stages_reused_early_rows", "attention_rows.cu"),
-        ("many:rows_stored_early", "attention_rows.cu"),
-        ("tall:rows_merged_early", "combine.cuh"),
-        ("latent:stages_reused_early_latent", "attention_mma.cu"),
-        ("mma_plain:short_wait", "attention_mma.cu"),
-        ("mma_plain:no_query_barrier_mma", "attention_mma.cu"),
-        ("fma_plain:no_verdict_barrier", "combine.cuh"),
-        ("latent:no_tile_barrier", "attention_mma.cu"),
-        ("latent:short_wait_latent", "attention_mma.cu"),
-        ("latent:no_query_barrier_latent", "attention_mma.cu"),
-        ("latent:stage_filled_too_early", "attention_mma.cu"),
-        ("latent:columns_stored_early", "attention_mma.cu"),
-        ("many_latent:no_query_barrier_many", "attention_mma.cu"),
-        ("apart:no_states_barrier_apart", "combine.cuh"),
-        ("apart:no_weights_barrier_apart", "combine.cuh"),
-        ("apart:no_sums_barrier_apart", "combine.cuh"),
-        ("shared_race", "faults.cu"),
-        ("pull:relaxed_number", "pull_partials.cu"),
-        ("pull:relaxed_look", "pull_partials.cu"),
-        ("pull:announced_early", "pull_partials.cu"),
-        ("pull:finished_early", "finish.cuh"),
-        ("pull:stale_number", "pull_partials.cu"),
-        ("pull:one_set", "pull_partials.cu"),
-        ("pull:push", "pull_partials.cu"),
-    ],
+    [(work(name), fault.named) for name, fault in FAULTS.items() if fault.sanitizer == "thread"]
+    + [("shared_race", "faults.cu")],
 )
 def test_thread_sanitizer_sees_missing_synchronisation(what: str, file: str) -> None:
     result = run("thread", what)
@@ -123,13 +96,14 @@ def test_thread_sanitizer_sees_missing_synchronisation(what: str, file: str) -> 
 @pytest.mark.parametrize(
     ("what", "message", "file"),
     [
+        (work(name), "runtime error", fault.named)
+        for name, fault in FAULTS.items()
+        if fault.sanitizer == "address"
+    ]
+    + [
         ("beyond_shared", "use-after-poison", "faults.cu"),
         ("beyond_global", "heap-buffer-overflow", "faults.cu"),
         ("misaligned_load", "misaligned address", "faults.cu"),
-        ("mma_tables:no_views_barrier", "runtime error", "tokens.cuh"),
-        ("many:no_views_barrier_rows", "runtime error", "tokens.cuh"),
-        ("fma_plain:misaligned_scratch", "misaligned address", "ptx.cuh"),
-        ("fma_plain:query_always_by_vectors", "misaligned address", "attention.cuh"),
     ],
 )
 def test_address_sanitizer_sees_wrong_addresses(what: str, message: str, file: str) -> None:
