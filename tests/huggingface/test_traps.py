@@ -77,6 +77,21 @@ def test_a_model_that_goes_another_way_is_refused_at_its_first_keys(comm, monkey
     refused("does not go through transformers'", huggingface.prefill, other, prompt(), kv)
 
 
+@torch.no_grad()
+def test_one_layer_that_nothing_attends_to_is_told_so(comm, monkeypatch):
+    """Where no mask and no second layer notices: no call has failed."""
+    from transformers.models.llama import modeling_llama
+
+    def values(_module, _query, _key, value, _mask, **_):
+        return value.repeat_interleave(2, 1).transpose(1, 2), None
+
+    monkeypatch.setattr(modeling_llama.ALL_ATTENTION_FUNCTIONS, "get_interface", lambda *_: values)
+    other = made("Llama", "treeattn", num_hidden_layers=1)
+    kv = huggingface.ShardedKV(other.config, comm, capacity=64)
+    other(prompt(), past_key_values=kv)
+    refused("'treeattn' did not attend to them", other, prompt(1, 1), past_key_values=kv)
+
+
 def test_another_attention_than_the_one_registered(comm, model):
     eager = made("Llama", "sdpa")
     refused("attends by 'sdpa'", huggingface.ShardedKV, eager.config, comm, capacity=64)
@@ -457,8 +472,8 @@ def test_layers_whose_heads_differ_have_room_for_their_own_alone(comm, model):
     for number, width in enumerate((16, 32, 16)):
         q, k, v = (torch.zeros(1, 2, 4, width) for _ in range(3))
         attention(model.model.layers[0].self_attn, q, *kv.update(k, v, number), None)
-    assert [layer.alike for layer in kv.layers] == [2, 1, 2]
-    assert not any(list(left) for left in kv._shards.values())  # reserved and not taken
+    first, other, third = (layer.shard for layer in kv.layers)
+    assert (first.layers, other.layers) == ((first, third), (other,))  # and none that nobody has taken
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

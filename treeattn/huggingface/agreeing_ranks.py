@@ -3,11 +3,8 @@ that were given different tokens raise an error before they mix them."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,7 +12,6 @@ import torch
 from transformers.generation import GenerationMixin, LogitsProcessor, LogitsProcessorList
 
 from treeattn.errors import ArgumentError
-from treeattn.huggingface.layers import updated
 from treeattn.huggingface.tensors import digest
 from treeattn.mpi.communicators import Agreement
 
@@ -42,8 +38,9 @@ class AgreeingRanks(LogitsProcessor):
 
 def let_generate_agree(caches: type[Any]) -> None:
     """Have generate() of all models add `AgreeingRanks` where it is given one of `caches`, which it then has
-    for itself, and refuse what would be another text. There is no place where transformers asks a cache."""
-    generate = GenerationMixin.generate
+    for itself, refuse what would be another text, and see that each step has the same ids on all ranks. There
+    is no place where transformers asks a cache."""
+    generate, prepare = GenerationMixin.generate, GenerationMixin.prepare_inputs_for_generation
     signature = inspect.signature(generate)
 
     @functools.wraps(generate)
@@ -58,57 +55,22 @@ def let_generate_agree(caches: type[Any]) -> None:
             others = bound.arguments.get("logits_processor") or ()
             bound.arguments["logits_processor"] = LogitsProcessorList([*others, AgreeingRanks(cache)])
             cache.generates = True
-            with _steps_seen(model):
-                found = generate(*bound.args, **bound.kwargs)
+            found = generate(*bound.args, **bound.kwargs)
             _agree(cache.comm, "the end of generate()", getattr(found, "sequences", found))
         return found
 
-    GenerationMixin.generate = agreeing
+    @functools.wraps(prepare)
+    def prepared(*given: Any, **named: Any) -> Any:
+        found = prepare(*given, **named)
+        cache = found.get("cache")
+        if getattr(cache, "generates", False):
+            ids = found.get("input_ids")
+            _agree(cache.comm, "a step of generate()", ids)
+            # Keys of the first step are compared all the same: weights, masks and positions may differ, too.
+            cache.ids_agreed = ids is not None and cache.origin.compared
+        return found
 
-
-#: Models that generate, each with how many threads have it do so and its hooks.
-_seen: dict[Any, tuple[int, tuple[Any, ...]]] = {}
-_lock = threading.Lock()
-
-
-@contextlib.contextmanager
-def _steps_seen(model: Any) -> Iterator[None]:
-    """`_before_a_step` sees each call of the model. Its hooks are the same for all threads that generate with
-    it: torch's may neither come nor go while another thread calls the model."""
-    with _lock:
-        users, hooks = _seen.get(model, (0, ()))
-        hooks = hooks or (
-            model.register_forward_pre_hook(_before_a_step, with_kwargs=True),
-            model.register_forward_hook(_after_a_step),
-        )
-        _seen[model] = users + 1, hooks
-    try:
-        yield
-    finally:
-        with _lock:
-            users, hooks = _seen.pop(model)
-            if users > 1:
-                _seen[model] = users - 1, hooks
-            else:
-                for hook in hooks:
-                    hook.remove()
-
-
-def _before_a_step(_: Any, __: Any, given: dict[str, Any]) -> None:
-    """Raise `ArgumentError` on all ranks unless the model goes on with the same ids on all. Another call of
-    it, which a processor makes with a cache of its own, is its own affair."""
-    cache = next((one for one in given.values() if getattr(one, "generates", False)), None)
-    updated().stepping = cache
-    if cache is not None:
-        ids = given.get("input_ids")
-        _agree(cache.comm, "a step of generate()", ids)
-        # Keys of the first step are compared all the same: weights, masks and positions may differ, too.
-        cache.ids_agreed = ids is not None and cache.origin.compared
-
-
-def _after_a_step(*_: Any) -> None:
-    """A model that is called between two steps, by a processor, has another padding."""
-    updated().stepping = None
+    GenerationMixin.generate, GenerationMixin.prepare_inputs_for_generation = agreeing, prepared
 
 
 def _agree(comm: Any, call: str, ids: torch.Tensor | None) -> None:

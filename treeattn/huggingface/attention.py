@@ -51,6 +51,8 @@ def attention(
     """
     last = updated()
     given, last.layer = last.layer, None
+    if given is not None:
+        given.module = module
     layer, latents = getattr(key, "treeattn", None), None
     cache = getattr(layer or given, "cache", None)
     _refuse(module, attention_mask, dropout, others)
@@ -74,8 +76,9 @@ def attention(
             at, gone = end - query.shape[2], end - key.shape[2]
             layer.cache.origin.check_padding(begins.cpu().numpy(), at, len(begins), gone)
     elif layer is not None:
-        own, end = layer, layer.slots
-        new = _is_new(layer, module, layer is given)
+        own, end, new = layer, layer.slots, int(layer is given)  # others share what was appended
+        if not new and layer.module is module:  # maybe to other values
+            raise ArgumentError(f"{type(module).__name__} attends twice in a layer: it is not served")
     if cache is not None and cache.dealt is not None:
         cache.expect_others(query.device)
         with torchs_stream(query.device):
@@ -91,17 +94,6 @@ def attention(
         return torch.ops.treeattn.attend(*tensors, own.handle if own else 0, at, new, *scoring), None
     with torchs_stream(query.device):
         return _attend(*tensors, own, at, new, scoring, latents), None
-
-
-def _is_new(layer: FullAttentionLayer, module: Any, waited: bool) -> int:
-    """Whether what the attention of `module` is given has still to be appended, since it `waited`; that of
-    another layer may share it, and comes later. Raises `ArgumentError` where one attends twice, maybe to
-    other values."""
-    if waited:
-        layer.module = module
-    elif layer.module is module:
-        raise ArgumentError(f"{type(module).__name__} attends twice in a layer: it is not served")
-    return int(waited)
 
 
 def _refuse(module: Any, attention_mask: Any, dropout: float, others: dict[str, Any]) -> None:

@@ -22,7 +22,6 @@ from transformers.cache_utils import (
 from treeattn.attention.shape import check_number
 from treeattn.backends.device import find
 from treeattn.cache import ShardedCache
-from treeattn.cache.sharded import CacheLayer
 from treeattn.cache_nodes import CacheNodes, connect
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.reducer import Owner
@@ -116,7 +115,7 @@ class ShardedKV(Cache):
             check_number("capacity", self.capacity)
             configs = text.per_layer_config
             layers = [
-                self._layer(kind, getattr(config, "num_attention_heads", None), given)
+                self._layer(kind, config, given)
                 for config, kind, given in zip(configs, *get_layer_types_and_kwargs(text), strict=True)
             ]
             reduction = Reduction.of(scheme)
@@ -129,12 +128,8 @@ class ShardedKV(Cache):
         super().__init__(layers=layers)
         self.model_type, self.config, self.origin = text.model_type, text, Origin()
         self.latent = bool(getattr(text, "kv_lora_rank", None))
-        full = [n for n, layer in enumerate(layers) if isinstance(layer, FullAttentionLayer)]
+        self.full = [layer for layer in layers if isinstance(layer, FullAttentionLayer)]
         self.first = next((one for one in layers if isinstance(one, tuple(_ATTENTION.values()))), None)
-        self.first_full = layers[full[0]] if full else None
-        wide = [[getattr(one, name, None) for name in ("head_dim", "num_key_value_heads")] for one in configs]
-        for n in full:
-            layers[n].alike = sum(wide[n] == wide[other] for other in full)
         # Once: a schedule of the user's is hashed by all its messages.
         self._plans = tuple(plans.of(self.comm, how) for how in (reduction, by_heads))
         self.owner = Owner("this cache")
@@ -144,13 +139,11 @@ class ShardedKV(Cache):
         self.generates = False  # whether generate() calls the model with it
         self.ids_agreed = False  # whether all ranks are known to have the ids of this step
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
-        self._shards: dict[Any, Iterator[CacheLayer] | Iterator[RemoteLayer]] = {}
         follow_rank_0(self.comm, torch.device("cpu"))
         _warn_of_too_many_threads(self.comm)
 
     def __repr__(self) -> str:
-        shards = [layer.shard for layer in self.layers if isinstance(layer, FullAttentionLayer)]
-        held = sum(array.nbytes for shard in shards for array in getattr(shard, "arrays", ()))
+        held = sum(array.nbytes for layer in self.full for array in getattr(layer.shard, "arrays", ()))
         where = (
             f"rank {self.comm.rank} of {self.comm.size}, {self.get_seq_length()} slots, {held:,} bytes here"
         )
@@ -174,6 +167,12 @@ class ShardedKV(Cache):
         """How its layers are attended; by_heads: where each rank goes on with its heads alone."""
         return plans.alone() if self.comm.size == 1 else self._plans[by_heads]
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Slots of a step and where they begin, for a mask, to which transformers does not hand the cache."""
+        if not torch.compiler.is_compiling():
+            updated().masked = self
+        return super().get_mask_sizes(query_length, layer_idx)
+
     def check_attended(self) -> None:
         """Raise `StateError` where a layer was given tokens and nothing attended to them."""
         if getattr(updated().layer, "cache", None) is self:
@@ -185,7 +184,7 @@ class ShardedKV(Cache):
         """Once for a step, of its first layer: raise `ArgumentError` unless rows begin where those of the
         cache do and all ranks were given the same, which `new` keys show where nobody compared ids.
         Collective."""
-        if layer is not self.first_full:
+        if layer is not self.full[0]:
             return
         if new and self.comm.size > 1 and not self.ids_agreed:
             check_same_tokens(self.comm, key, begins)
@@ -207,7 +206,6 @@ class ShardedKV(Cache):
             finally:
                 self.generates = self._watched = self.ids_agreed = False
                 self._waits.__exit__()
-                updated().stepping = None
 
     def expect_others(self, device: torch.device) -> None:
         """What was queued to a GPU waits for other ranks, and torch for it, where nothing gives up: watched
@@ -215,35 +213,30 @@ class ShardedKV(Cache):
         if self._watched and device.type == "cuda" and self.comm.size > 1:
             self._waits.__enter__()
 
-    def _layer(self, kind: str, heads: int | None, given: dict[str, Any]) -> Any:
+    def _layer(self, kind: str, config: Any, given: dict[str, Any]) -> Any:
         if kind in _ATTENTION:
-            return _ATTENTION[kind](self, heads, **given)
+            return _ATTENTION[kind](self, config)
         if kind in _STATES:
             return DYNAMIC_LAYER_TYPE_MAPPING[kind](**given)
         raise ArgumentError(f"layers of {kind!r} are not served: {', '.join((*_ATTENTION, *_STATES))} are")
 
-    def new_shard(self, k: Any, v_dim: int, latent: bool, alike: int) -> CacheLayer | RemoteLayer:
-        """An empty cache of one of `alike` layers for such keys, and values of their own unless `latent`.
-        Collective for the first of a kind."""
+    def make_shards(self, layer: FullAttentionLayer, k: Any, v_dim: int, kind: tuple[Any, ...]) -> None:
+        """Give `layer` and those of its width an empty cache for such keys; to it alone where others of them
+        hold tokens already, of another kind. Collective."""
+        alike = [one for one in self.full if one.width == layer.width]
+        if any(one.held for one in alike):
+            alike = [layer]
         batch, _, kv_heads, head_dim = k.shape
-        key = batch, kv_heads, head_dim, v_dim, latent, k.dtype
-        made: Any = next(self._shards.get(key, iter(())), None)
-        if made is None:
-            shape = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "v_dim": v_dim}
-            shape["layers"] = alike
-            dtype, self.device = dtype_name(k), k.device
-            if self.nodes is not None:
-                remote = self.nodes.cache(capacity=self.capacity, latent=latent, dtype=dtype, **shape)
-                self._shards[key] = iter([RemoteLayer(remote, number) for number in range(alike)])
-            else:
-                place: Any = {"device": k.device, "latent": latent, "dtype": dtype}
-                first = ShardedCache(self.comm, capacity=self.capacity, **shape, **place)
-                for one in first.layers:
-                    one.owner = self.owner
-                self._shards[key] = iter(first.layers)
-            made = next(self._shards[key])
-        layer: CacheLayer | RemoteLayer = made
-        return layer
+        how: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "v_dim": v_dim}
+        how |= {"layers": len(alike), "capacity": self.capacity, "dtype": dtype_name(k), "latent": kind[2]}
+        self.device, shards = k.device, list[Any]()
+        if self.nodes is not None:
+            remote = self.nodes.cache(**how)
+            shards += [RemoteLayer(remote, number) for number in range(len(alike))]
+        else:
+            shards += ShardedCache(self.comm, device=k.device, **how).layers
+        for one, shard in zip(alike, shards, strict=True):
+            one.shard, one.kind, shard.owner = shard, kind, self.owner
 
     def agreed(self, scores: torch.Tensor) -> torch.Tensor:
         """The scores of rank 0 on every rank, and from now on its random numbers, so that all go on alike:
@@ -289,11 +282,6 @@ class ShardedKV(Cache):
         self.owner.check()
         updated().layer = None
         self.origin = Origin()
-        full = [layer for layer in self.layers if isinstance(layer, FullAttentionLayer)]
-        if any(layer.held != full[0].held for layer in full):  # some have their shards of a kind, some not
-            self._shards.clear()
-            for layer in full:
-                layer.shard = None
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:

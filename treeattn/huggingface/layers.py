@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
-from transformers.cache_utils import CacheLayerMixin, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from treeattn.errors import ArgumentError, StateError
 from treeattn.huggingface.plans import Scoring
@@ -30,10 +30,10 @@ _HALF_FILLED = "the cache was left half filled by a call that failed: cache.rese
 
 class _Updated:
     """The layer that was given new tokens last, until something attends or another call begins; and the cache
-    with which generate() has called its model."""
+    for which transformers makes a mask next."""
 
     layer: FullAttentionLayer | None = None
-    stepping: ShardedKV | None = None
+    masked: ShardedKV | None = None
 
 
 class _UpdatedHere(threading.local, _Updated):
@@ -65,28 +65,24 @@ def carrying(layer: Any, keys: torch.Tensor) -> torch.Tensor:
     return keys
 
 
-class FullAttentionLayer(CacheLayerMixin):
+class FullAttentionLayer(DynamicLayer):
     """Full attention: each token lies on one rank. Attention appends what `update` is given."""
 
-    is_sliding, is_croppable, supports_early_init = False, True, False
+    supports_early_init = False  # arrays are made with the first tokens
 
-    def __init__(self, cache: ShardedKV, heads: int | None) -> None:
+    def __init__(self, cache: ShardedKV, config: Any) -> None:
         super().__init__()
-        self.cache, self.heads = cache, heads
+        self.cache, self.heads = cache, getattr(config, "num_attention_heads", None)
+        self.width = [getattr(config, name, None) for name in ("head_dim", "num_key_value_heads")]
         self.shard = cast("CacheLayer | RemoteLayer | None", None)
-        self._kind = cast("tuple[Any, ...]", ())
+        self.kind = cast("tuple[Any, ...]", ())  # of what the shard takes
         self.slots = self.held = 0  # told of, and appended
-        self.module = cast("Any", None)  # whose new tokens were appended last
+        self.module = cast("Any", None)  # whose attention came for what `update` was given last
         self.given = cast("tuple[torch.Tensor, ...]", ())  # latents that `update` was given last
-        self.alike = 1  # layers of the cache whose keys have such heads
         self.rank = 0  # of the latents that lie here in place of keys and values
         self.first = cast("list[torch.Tensor] | None", None)  # token's latents, and what was made of them
         self.handle = next(_handles)
         _of_handle[self.handle] = self
-
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing is held here: arrays are made with the first tokens."""
-        self.is_initialized = True
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """The new keys, with this layer attached, and values. Attention then takes and appends them. Latents,
@@ -96,6 +92,7 @@ class FullAttentionLayer(CacheLayerMixin):
         tokens = key_states.shape[2] if cache.dealt is None else cache.dealt.tokens
         if not torch.compiler.is_compiling():
             self.check_whole(tokens)
+            self.module = None
             if cache.latent:
                 self.given = key_states, value_states
         updated().layer = self
@@ -105,22 +102,14 @@ class FullAttentionLayer(CacheLayerMixin):
 
     def check_whole(self, new: int = 0) -> None:
         """Raise `StateError` where an earlier call ended between two layers, or between `update` and
-        attention."""
+        attention, which may never have come."""
         if self.slots != self.held:
-            raise StateError(_HALF_FILLED)
+            raise StateError(_HALF_FILLED if self.module else NOT_ATTENDED)
         check_behind_the_first(self, new)
 
     def get_seq_length(self) -> int:
         """Slots of the whole sequence, on whichever ranks."""
         return self.slots
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Slots of the next step, and where they begin."""
-        return self.slots + query_length, 0
-
-    def get_max_length(self) -> int:
-        """-1: there is no window, and no last slot."""
-        return -1
 
     def reset(self) -> None:
         self.crop(-self.slots)
@@ -147,8 +136,8 @@ class FullAttentionLayer(CacheLayerMixin):
         no v. tokens: how many, where k and v are this rank's of them."""
         v_dim = self.rank if v is None else v.shape[3]
         kind, shard = (k.shape[2:], v_dim, v is None, k.dtype), self.shard
-        if shard is None or ((kind != self._kind or len(shard.totals) != len(k)) and not shard.totals.any()):
-            self.shard, self._kind = self.cache.new_shard(k, v_dim, v is None, self.alike), kind
+        if shard is None or ((kind != self.kind or len(shard.totals) != len(k)) and not self.held):
+            self.cache.make_shards(self, k, v_dim, kind)
         made = cast("CacheLayer", self.shard)
         if tokens is None:
             made.append(k, v)
@@ -225,8 +214,8 @@ def of_handle(handle: int) -> FullAttentionLayer | None:
 class SlidingWindowLayer(DynamicSlidingWindowLayer):
     """A sliding window: transformers' own layer, whole on every rank."""
 
-    def __init__(self, cache: ShardedKV, heads: int | None, sliding_window: int) -> None:
-        super().__init__(sliding_window)
+    def __init__(self, cache: ShardedKV, config: Any) -> None:
+        super().__init__(config.sliding_window)
         self.cache = cache
 
     @property

@@ -69,8 +69,10 @@ def mask(
     Raises `ArgumentError` for a pattern that is neither causal nor a causal window, for padding on the right,
     and for a cache with room that is not filled.
     """
+    cache = None
     if not torch.compiler.is_compiling():
-        updated().layer = None  # of a call that failed
+        last = updated()
+        cache, last.masked, last.layer = last.masked, None, None  # the layer is of a call that failed
     again = isinstance(attention_mask, Mask)
     if again or isinstance(q_offset, torch.Tensor) or kv_offset + kv_length != q_offset + q_length:
         raise ArgumentError(
@@ -95,8 +97,7 @@ def mask(
     elif torch.compiler.is_compiling():
         begins = torch.ops.treeattn.begins(attention_mask, q_offset + q_length, kv_offset)
     else:
-        cache = updated().stepping
-        known = cache.origin.known_begins(q_offset) if cache and cache.config is config else None
+        known = cache.origin.known_begins(q_offset) if cache and cache.generates else None
         if known is None:
             begins = _begins(attention_mask, q_offset + q_length, kv_offset)
         else:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from treeattn.cache import ShardedCache
 from treeattn.errors import ArgumentError
-from treeattn.huggingface.layers import FullAttentionLayer
 from treeattn.huggingface.origin import config_digest
 from treeattn.huggingface.remote import RemoteLayer
 from treeattn.mpi.communicators import Agreement, collectively
@@ -82,8 +81,7 @@ def _check(cache: ShardedKV, directory: str | Path, index: Index, unchecked: boo
 
 
 def _check_layers(cache: ShardedKV) -> None:
-    full = [layer for layer in cache.layers if isinstance(layer, FullAttentionLayer)]
-    if len(full) < len(cache.layers) or full[0].alike < len(full):
+    if len(cache.full) < len(cache.layers) or any(one.width != cache.full[0].width for one in cache.full):
         raise ArgumentError(
             "a cache is saved whose layers are all of full attention and of one width: windows and recurrent "
             "states lie whole on every rank"
