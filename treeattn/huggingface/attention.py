@@ -10,15 +10,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from treeattn.errors import ArgumentError, StateError
 from treeattn.huggingface import flash, latent, plans
-from treeattn.huggingface.latent import Latents
-from treeattn.huggingface.layers import (
-    NOT_ATTENDED,
-    FullAttentionLayer,
-    SlidingWindowLayer,
-    of_handle,
-    updated,
-)
-from treeattn.huggingface.mask import Mask, mask
+from treeattn.huggingface.layers import NOT_ATTENDED, SlidingWindowLayer, of_handle, updated
+from treeattn.huggingface.mask import Mask, mask, on_host
 from treeattn.huggingface.plans import Scoring
 from treeattn.huggingface.tensors import NO_GRAPH, all_heads, as_rows, finished, torchs_stream
 
@@ -71,10 +64,9 @@ def attention(
     if isinstance(layer, SlidingWindowLayer):
         layer.check_window(sliding_window)
         end = layer.slots
-        first = layer is layer.cache.first and layer.cache.dealt is None
-        if first and begins is not None and not torch.compiler.is_compiling():
+        if layer is layer.cache.first and layer.cache.dealt is None and not torch.compiler.is_compiling():
             at, gone = end - query.shape[2], end - key.shape[2]
-            layer.cache.origin.check_padding(begins.cpu().numpy(), at, len(begins), gone)
+            layer.cache.origin.check_padding(on_host(begins), at, len(key), gone)
     elif layer is not None:
         own, end, new = layer, layer.slots, int(layer is given)  # others share what was appended
         if not new and layer.module is module:  # maybe to other values
@@ -88,12 +80,13 @@ def attention(
             f"the mask is of {keys} keys, and the cache hands over {key.shape[2]}: make the cache of the "
             "config of this model"
         )
-    tensors, at = (query, key, value, begins, s_aux), end - query.shape[2]
     # As one operator where something wants to trace or to differentiate it; it has no gradient, and says so.
-    if torch.compiler.is_compiling() or (query.requires_grad and torch.is_grad_enabled()):
-        return torch.ops.treeattn.attend(*tensors, own.handle if own else 0, at, new, *scoring), None
-    with torchs_stream(query.device):
-        return _attend(*tensors, own, at, new, scoring, latents), None
+    traced = torch.compiler.is_compiling() or (query.requires_grad and torch.is_grad_enabled())
+    if own is not None and not torch.compiler.is_compiling():
+        own.latents = latents
+    call = torch.ops.treeattn.attend if traced else _attend
+    at, number = end - query.shape[2], own.handle if own else 0
+    return call(query, key, value, begins, s_aux, number, at, new, *scoring), None
 
 
 def _refuse(module: Any, attention_mask: Any, dropout: float, others: dict[str, Any]) -> None:
@@ -126,25 +119,25 @@ def _attend(
     value: torch.Tensor,
     begins: torch.Tensor | None,
     sinks: torch.Tensor | None,
-    own: FullAttentionLayer | None,
+    layer: int,
     at: int,
     new: int,
-    scoring: Scoring,
-    latents: Latents | None = None,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> torch.Tensor:
     """out [batch, queries, heads, dim] of the queries at the slots from `at` on.
 
-    begins: of each sequence, counted from the first key, that of the text where `own` has the others.
-    own: the layer to which k and v are appended if `new`, or the latents that they are made of; None: key
-    and value are all there is, and end where the queries do.
+    begins: of each sequence, counted from the first key, that of the text where `layer` has the others.
+    layer: its handle; k and v are appended to it if `new`, or the latents that they are made of; 0: key and
+    value are all there is, and end where the queries do.
     """
+    own, first, scoring = of_handle(layer), on_host(begins), Scoring(scale, window, softcap)
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
-    first = None if begins is None else begins.cpu().numpy()
-    if first is not None and not first.any():
-        first = None
-    by_heads, added = False, tuple[Any, ...]()
+    by_heads, latents, added = False, None, tuple[Any, ...]()
     if own is not None:
         own.cache.use()
+        latents, own.latents = own.latents, None
         by_heads = own.is_part(q.shape[2])
         own.cache.check_step(own, key, first, at, bool(new) and not by_heads)
         if new:
@@ -155,46 +148,30 @@ def _attend(
     whole = own is None or at == 0  # all of it is in k and v: no other rank need be asked
     # The first latents are attended to as keys, except on a GPU, which has no kernel of such widths.
     turned = latents if not whole or query.device.type == "cuda" else None
-    if turned:
-        q = as_rows(turned.turned(query))
-    if whole:
-        if own is not None and added:
-            own.append(*added)
-        if turned:
-            k, v = added[0], added[0][..., : turned.rank]
-        rank = own.cache.comm.rank if own else None
-        if q.shape[1] > 1 and flash.serves(q, k, v, scoring, first, rank):
-            out, lse = flash.attend(q, k, v, True, scoring.scale)
-        else:
-            stands = range(k.shape[1] - q.shape[1], k.shape[1])
-            out, lse = plans.alone().attend(q, k, v, stands, scoring, begins=first)
-    else:
-        assert own is not None
-        if by_heads:
-            q = all_heads(own.cache.comm, q)[0]
-        out, lse = own.attend(q, added, at, first, scoring, by_heads)
-    if turned:
-        out = turned.values(out)
-    return finished(out, lse, sinks, query.dtype)
-
-
-@torch.library.custom_op("treeattn::attend", mutates_args=(), tags=NO_GRAPH)
-def _operator(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    begins: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    layer: int,
-    at: int,
-    new: int,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> torch.Tensor:
-    scoring = Scoring(scale, window, softcap)
     with torchs_stream(query.device):
-        return _attend(query, key, value, begins, sinks, of_handle(layer), at, new, scoring)
+        if turned:
+            q = as_rows(turned.turned(query))
+        if own is None or whole:
+            if own is not None and added:
+                own.append(*added)
+            if turned:
+                k, v = added[0], added[0][..., : turned.rank]
+            rank = own.cache.comm.rank if own else None
+            if q.shape[1] > 1 and flash.serves(q, k, v, scoring, first, rank):
+                out, lse = flash.attend(q, k, v, True, scale)
+            else:
+                stands = range(k.shape[1] - q.shape[1], k.shape[1])
+                out, lse = plans.alone().attend(q, k, v, stands, scoring, begins=first)
+        else:
+            if by_heads:
+                q = all_heads(own.cache.comm, q)[0]
+            out, lse = own.attend(q, added, at, first, scoring, by_heads)
+        if turned:
+            out = turned.values(out)
+        return finished(out, lse, sinks, query.dtype)
+
+
+_operator = torch.library.custom_op("treeattn::attend", _attend, mutates_args=(), tags=NO_GRAPH)
 
 
 @_operator.register_fake

@@ -79,6 +79,7 @@ class FullAttentionLayer(DynamicLayer):
         self.slots = self.held = 0  # told of, and appended
         self.module = cast("Any", None)  # whose attention came for what `update` was given last
         self.given = cast("tuple[torch.Tensor, ...]", ())  # latents that `update` was given last
+        self.latents = cast("Latents | None", None)  # of which the keys are made that attention has now
         self.rank = 0  # of the latents that lie here in place of keys and values
         self.first = cast("list[torch.Tensor] | None", None)  # token's latents, and what was made of them
         self.handle = next(_handles)

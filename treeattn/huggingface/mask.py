@@ -38,10 +38,6 @@ class Mask:
         """Raise `StateError`: torch calls it where something else computes with it."""
         raise StateError(_COMPUTED)
 
-    def __getitem__(self, _: Any) -> Any:
-        """Raise `StateError`."""
-        raise StateError(_COMPUTED)
-
     def __getattr__(self, name: str) -> Any:
         """Raise `AttributeError` with the same words."""
         raise AttributeError(f"{name}: {_COMPUTED}")
@@ -126,6 +122,11 @@ def begins_of(attention_mask: torch.Tensor, end: int) -> torch.Tensor:
             )
         raise ArgumentError("attention_mask has zeros after ones: pad on the left (padding_side='left')")
     return begins
+
+
+def on_host(begins: torch.Tensor | None) -> Any:
+    """int64 [batch], or None where no sequence begins later than the first key."""
+    return None if begins is None or not begins.any() else begins.numpy()
 
 
 def _begins(attention_mask: torch.Tensor, end: int, gone: int) -> torch.Tensor:

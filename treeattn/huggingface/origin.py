@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -31,9 +30,6 @@ _BESIDE = (
     "_", "architectures", "attn_implementation", "bos_", "dtype", "eos_", "experts_implementation", "output_",
     "pad_", "return_dict", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
-
-#: As whole numbers, whose bits are read: not every type of weights can be indexed.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Origin:
@@ -216,7 +212,8 @@ def weights_digest(model: Any) -> str | None:
         for held in _held(given):
             if isinstance(held, torch.Tensor) and not held.is_meta and not held.is_quantized:
                 digest.update(f"{name} {held.dtype} {list(held.shape)};".encode())
-                drawn.append(_elements(held.detach()))
+                elements = held.detach().reshape(-1).view(torch.uint8).view(-1, held.element_size())
+                drawn.append(elements[:: max(1, -(-len(elements) // _ELEMENTS))].flatten())
             elif isinstance(held, str | bytes | int | float | torch.dtype | None):
                 digest.update(f"{name} {held!r};".encode())
             else:
@@ -242,15 +239,3 @@ def _held(given: Any) -> Iterator[Any]:
         yield from _held([part for part in parts if isinstance(part, torch.Tensor)])
     else:
         yield given
-
-
-def _elements(held: torch.Tensor) -> torch.Tensor:
-    """uint8: the bytes of some of its elements."""
-    words = torch.view_as_real(held) if held.is_complex() else held
-    words = words.view(_WORDS[words.element_size()]).reshape(-1)
-    return words[_places(len(words), str(words.device))].view(torch.uint8)
-
-
-@functools.lru_cache(maxsize=64)  # models have few shapes
-def _places(elements: int, device: str) -> torch.Tensor:
-    return torch.linspace(0, elements - 1, min(_ELEMENTS, elements), dtype=torch.float64).long().to(device)

@@ -9,7 +9,7 @@ import torch
 from treeattn.decoder import Prefill
 from treeattn.errors import ArgumentError
 from treeattn.huggingface import flash
-from treeattn.huggingface.mask import begins_of
+from treeattn.huggingface.mask import begins_of, on_host
 from treeattn.huggingface.plans import Scoring
 from treeattn.huggingface.tensors import as_rows, as_tensor, dtype_name, finished
 from treeattn.mpi.communicators import Agreement
@@ -123,7 +123,7 @@ class Dealt:
 
     def __init__(self, comm: Any, tokens: int, begins: torch.Tensor | None) -> None:
         self.tokens, self._comm = tokens, comm
-        self._begins = None if begins is None or not begins.any() else begins.numpy()
+        self._begins = on_host(begins)
         self._planned: dict[Any, Prefill] = {}
 
     def last(self, own: torch.Tensor, count: int) -> torch.Tensor:
