@@ -79,6 +79,33 @@ def test_how_records_travel(comm, runtime, nccl_communicators, monkeypatch, capf
     assert bool(nccl_communicators) == (transport == "nccl" and comm.size > 1)
 
 
+@torch.no_grad()
+def test_a_long_prompt_is_no_hang(comm, cache_of, monkeypatch):
+    """Whose host waits for its GPU after the last layer was queued: each layer that is reached counts."""
+    if comm.size == 1:
+        pytest.skip("one rank waits for nobody")
+    reached, done = [], set()
+
+    def event():
+        reached.append(number := len(reached))
+        return SimpleNamespace(record=bool, query=lambda: number in done)
+
+    monkeypatch.setattr(torch.cuda, "Event", event)
+    model = wide("Llama", "treeattn", num_hidden_layers=2)
+    cache = cache_of(model)
+    with cache.during():
+        model(prompt(1, 12), cache=cache)  # of which each rank has all
+        assert not cache._waits.blocking
+        scores = model(prompt(1, 6), cache=cache).logits[:, -1]
+        first, second, last = (done.add(number) or cache._waits.blocking for number in (None, 0, 1))
+        assert 0 < first < second == last
+        cache.agreed(scores)
+        assert not cache._waits.blocking
+        model(prompt(1, 1), cache=cache)
+        assert cache._waits.blocking > last
+    assert len(reached) == 2
+
+
 def test_a_token_reads_nothing_of_a_gpu(cache_of, monkeypatch):
     """But the scores: what pads a text is told once, and generate() compares ids in place of keys."""
     reads = []

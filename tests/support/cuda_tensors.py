@@ -148,6 +148,7 @@ def models_on_gpu(rank: int = 0) -> Iterator[StrictRuntime]:
             (torch, "from_dlpack", taken),
             (torch, "empty", in_torchs_pool),
             (torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0)),
+            (torch.cuda, "Event", lambda: SimpleNamespace(record=bool, query=lambda: True)),
             (ShardedKV, "update", _wrapped(update, _pair)),
         ):
             stack.enter_context(mock.patch.object(owner, name, one))

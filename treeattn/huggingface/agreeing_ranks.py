@@ -9,37 +9,22 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.generation import GenerationMixin, LogitsProcessor, LogitsProcessorList
+from transformers.generation import GenerationMixin, LogitsProcessorList
 
 from treeattn.errors import ArgumentError
 from treeattn.huggingface.tensors import digest
 from treeattn.mpi.communicators import Agreement
 
 
-class AgreeingRanks(LogitsProcessor):
-    """What every generate() over a `ShardedKV` has behind the caller's own processors: the cache is told the
-    ids that it holds, and several ranks go on alike.
+def let_generate_agree(caches: type[Any]) -> None:
+    """Have generate() of all models, where it is given one of `caches`, which it then has for itself, refuse
+    what would be another text, see that each step has the same ids on all ranks, and choose by the scores of
+    rank 0. There is no place where transformers asks a cache.
 
     Attention gives all ranks the same bits. What is computed beside it does so too on equal processors; where
     they differ, a near tie could be decided otherwise on one rank, which would then write another text, or
     stop while the others wait for it. Costs a message of the scores (vocabulary x 4 bytes) a token.
     """
-
-    def __init__(self, cache: Any) -> None:
-        self._cache = cache
-
-    def __call__(self, input_ids: Any, scores: Any) -> Any:
-        """The scores of rank 0, whose random numbers come along."""
-        cache = self._cache
-        cache.check_attended()
-        cache.origin.tell(input_ids, cache.get_seq_length())
-        return scores if cache.comm.size == 1 else cache.agreed(scores)
-
-
-def let_generate_agree(caches: type[Any]) -> None:
-    """Have generate() of all models add `AgreeingRanks` where it is given one of `caches`, which it then has
-    for itself, refuse what would be another text, and see that each step has the same ids on all ranks. There
-    is no place where transformers asks a cache."""
     generate, prepare = GenerationMixin.generate, GenerationMixin.prepare_inputs_for_generation
     signature = inspect.signature(generate)
 
@@ -50,10 +35,17 @@ def let_generate_agree(caches: type[Any]) -> None:
             return generate(model, *given, **named)
         cache = named["cache"] = named.pop(name)  # with its name of before transformers would warn
         bound = signature.bind(model, *given, **named)
+
+        def of_rank_0(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            cache.check_attended()
+            cache.origin.tell(ids, cache.get_seq_length())
+            agreed: torch.Tensor = scores if cache.comm.size == 1 else cache.agreed(scores)
+            return agreed
+
         with cache.during():
             cache.origin.begin(cache, model, *_text(cache, model, bound.arguments))
             others = bound.arguments.get("logits_processor") or ()
-            bound.arguments["logits_processor"] = LogitsProcessorList([*others, AgreeingRanks(cache)])
+            bound.arguments["logits_processor"] = LogitsProcessorList([*others, of_rank_0])
             cache.generates = True
             found = generate(*bound.args, **bound.kwargs)
             _agree(cache.comm, "the end of generate()", getattr(found, "sequences", found))

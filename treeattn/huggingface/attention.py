@@ -72,7 +72,7 @@ def attention(
         if not new and layer.module is module:  # maybe to other values
             raise ArgumentError(f"{type(module).__name__} attends twice in a layer: it is not served")
     if cache is not None and cache.dealt is not None:
-        cache.expect_others(query.device)
+        cache.expect_others(query.device, query.shape[2])
         with torchs_stream(query.device):
             return cache.dealt.attend(own, query, key, value, s_aux, scoring, new, latents), None
     if own is None and keys != key.shape[2] and not torch.compiler.is_compiling():

@@ -7,6 +7,7 @@ import contextlib
 import os
 import sys
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,11 +34,13 @@ from treeattn.huggingface.layers import NOT_ATTENDED, FullAttentionLayer, Slidin
 from treeattn.huggingface.origin import Origin
 from treeattn.huggingface.plans import Plans
 from treeattn.huggingface.remote import RemoteLayer
-from treeattn.huggingface.tensors import dtype_name, torchs_stream
+from treeattn.huggingface.tensors import torchs_stream
 from treeattn.mpi import communicators
 from treeattn.mpi.communicators import Agreement, collectively
 
 _ATTENTION = {"full_attention": FullAttentionLayer, "sliding_attention": SlidingWindowLayer}
+#: Layers by which a host is ahead of its GPU at most.
+_AHEAD = 128
 _STATES = ("linear_attention", "conv", "dummy")
 
 
@@ -134,7 +137,7 @@ class ShardedKV(Cache):
         self._plans = tuple(plans.of(self.comm, how) for how in (reduction, by_heads))
         self.owner = Owner("this cache")
         self.device = torch.device("cpu")  # where its arrays lie
-        self._waits = watchdog.Guarded("a step of the model, queued to a GPU", "the other ranks")
+        self._waits = _Queued()
         self._watched = False  # within a call that ends what it begins
         self.generates = False  # whether generate() calls the model with it
         self.ids_agreed = False  # whether all ranks are known to have the ids of this step
@@ -168,8 +171,10 @@ class ShardedKV(Cache):
         return plans.alone() if self.comm.size == 1 else self._plans[by_heads]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Slots of a step and where they begin, for a mask, to which transformers does not hand the cache."""
+        """Slots of a step and where they begin, for a mask, to which transformers does not hand the cache.
+        Raises `StateError` in a second thread, before a layer changes."""
         if not torch.compiler.is_compiling():
+            self.use()
             updated().masked = self
         return super().get_mask_sizes(query_length, layer_idx)
 
@@ -207,11 +212,11 @@ class ShardedKV(Cache):
                 self.generates = self._watched = self.ids_agreed = False
                 self._waits.__exit__()
 
-    def expect_others(self, device: torch.device) -> None:
+    def expect_others(self, device: torch.device, queries: int) -> None:
         """What was queued to a GPU waits for other ranks, and torch for it, where nothing gives up: watched
         from here on, in a call of `during`, until all have met again."""
         if self._watched and device.type == "cuda" and self.comm.size > 1:
-            self._waits.__enter__()
+            self._waits.layer(torch.cuda.current_stream(device) if queries > 1 else None)
 
     def _layer(self, kind: str, config: Any, given: dict[str, Any]) -> Any:
         if kind in _ATTENTION:
@@ -228,7 +233,7 @@ class ShardedKV(Cache):
             alike = [layer]
         batch, _, kv_heads, head_dim = k.shape
         how: dict[str, Any] = {"batch": batch, "kv_heads": kv_heads, "head_dim": head_dim, "v_dim": v_dim}
-        how |= {"layers": len(alike), "capacity": self.capacity, "dtype": dtype_name(k), "latent": kind[2]}
+        how |= {"layers": len(alike), "capacity": self.capacity, "dtype": k.dtype, "latent": kind[2]}
         self.device, shards = k.device, list[Any]()
         if self.nodes is not None:
             remote = self.nodes.cache(**how)
@@ -241,7 +246,7 @@ class ShardedKV(Cache):
     def agreed(self, scores: torch.Tensor) -> torch.Tensor:
         """The scores of rank 0 on every rank, and from now on its random numbers, so that all go on alike:
         `generate()` asks by itself, a loop of one's own before it chooses a token. Collective."""
-        mine = scores.detach().float().cpu().numpy() if self.comm.rank == 0 else None
+        mine = scores.detach().float().cpu().numpy()  # on all: each waits for its own GPU, not for rank 0's
         agreed = follow_rank_0(self.comm, scores.device, mine)
         self._waits.__exit__()
         return torch.from_numpy(agreed).to(scores)
@@ -306,15 +311,28 @@ class ShardedKV(Cache):
         if rows := next(filter(None, held), 0):
             self.reorder_cache(torch.arange(rows).repeat_interleave(repeats))
 
-    def update_conv_state(self, *given: Any, **named: Any) -> Any:
-        """Update the convolution's state of a recurrent layer, whole on every rank."""
-        self.use()
-        return super().update_conv_state(*given, **named)
 
-    def update_recurrent_state(self, *given: Any, **named: Any) -> Any:
-        """Update the state of a recurrent layer, whole on every rank."""
-        self.use()
-        return super().update_recurrent_state(*given, **named)
+class _Queued(watchdog.Guarded):
+    """What was queued to a GPU: the limit holds for each layer, since of a long prompt a GPU has enough to
+    do."""
+
+    def __init__(self) -> None:
+        self._prompt = deque[tuple[int, torch.cuda.Event]](maxlen=_AHEAD)
+        super().__init__("a step of the model, queued to a GPU")
+
+    def layer(self, stream: torch.cuda.Stream | None) -> None:
+        """The next one; stream: to which a prompt is queued."""
+        self.__enter__()
+        if stream is not None:
+            reached = torch.cuda.Event()
+            reached.record(stream)
+            self._prompt.append((self._number, reached))
+
+    @property
+    def blocking(self) -> int:
+        """That of the first layer which the GPU has not reached, else of the last."""
+        last = super().blocking
+        return last and next((number for number, one in list(self._prompt) if not one.query()), last)
 
 
 def _refuse_another_way(config: Any) -> None:

@@ -165,7 +165,7 @@ class FullAttentionLayer(DynamicLayer):
             self.append(*new)
         stands, shard, cache = range(at, at + q.shape[1]), cast("CacheLayer", self.shard), self.cache
         v = shard.k[..., : self.rank] if self.rank else shard.v
-        cache.expect_others(q.device)
+        cache.expect_others(q.device, q.shape[1])
         attend = cache.plans(by_heads).attend
         out, lse = attend(q, shard.k, v, stands, scoring, shard.lengths, begins)
         if by_heads and out.shape[2] == q.shape[2]:  # the scheme has left all of them

@@ -45,10 +45,12 @@ class Origin:
         self._weights: str | None = None
         self._ids: torch.Tensor | None = torch.empty(0, 0, dtype=torch.int64)  # None: there is more to it
 
-    def begin(self, cache: ShardedKV, model: Any, ids: torch.Tensor | None, mask: Any = None) -> None:
+    def begin(
+        self, cache: ShardedKV, model: Any, ids: torch.Tensor | None, mask: Any = None, dealt: bool = False
+    ) -> None:
         """Check before `model` goes on with `ids` [rows, tokens], which begin with those of the cache; None
         where they do not say it all. mask [rows, tokens]: with zeros for padding, where it is known already.
-        Collective.
+        dealt: each rank has keys of its own, in which nobody would see other weights. Collective.
 
         Raises `ArgumentError`, the same on every rank and before the cache changes, where ranks are given
         others, it holds tokens of other ids or another padding, or was saved by another model.
@@ -68,6 +70,7 @@ class Origin:
             agreed.must_match = {
                 "ids": None if ids is None else digest(ids),
                 "attention_mask": None if begins is None else begins.tolist(),
+                "weights": weights if dealt else None,
             }
         self.saved = None
         self.begins = self.begins if begins is None else begins

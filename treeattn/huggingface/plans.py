@@ -14,7 +14,7 @@ from treeattn.attention.arguments import CacheFormat, Rules
 from treeattn.attention.arrays import on_host
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder import Decoder, Reduction
-from treeattn.huggingface.tensors import as_tensor, dtype_name
+from treeattn.huggingface.tensors import as_tensor
 from treeattn.mpi import communicators
 
 #: Queries of a plan at most: records are held for all of them.
@@ -106,7 +106,7 @@ class Plans:
                 head_dim=head_dim,
                 batch=batch,
                 queries=queries,
-                dtype=dtype_name(q),
+                dtype=q.dtype,
                 scheme=self._reduction,
                 scale=scoring.scale,
                 rules=scoring.rules(causal),

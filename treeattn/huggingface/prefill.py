@@ -11,7 +11,7 @@ from treeattn.errors import ArgumentError
 from treeattn.huggingface import flash
 from treeattn.huggingface.mask import begins_of, on_host
 from treeattn.huggingface.plans import Scoring
-from treeattn.huggingface.tensors import as_rows, as_tensor, dtype_name, finished
+from treeattn.huggingface.tensors import as_rows, as_tensor, finished
 from treeattn.mpi.communicators import Agreement
 
 if TYPE_CHECKING:
@@ -59,39 +59,28 @@ def prefill(
 def _prefill(model: Any, ids: torch.Tensor, cache: ShardedKV, attention_mask: torch.Tensor | None) -> None:
     comm, tokens = cache.comm, ids.shape[1]
     with Agreement(comm):
-        text = model.config.get_text_config(decoder=True)
-        if text._attn_implementation != "treeattn":
-            raise ArgumentError("load the model with attn_implementation='treeattn'")
-        if getattr(model, "tp_size", None) not in (None, 1):
-            raise ArgumentError(
-                "weights that are tensor parallel compute every token on all ranks: leave the prefill to "
-                "generate()"
-            )
-        if cache.latent and ids.device.type == "cuda":
-            raise ArgumentError(
-                "keys made of latents have no kernel on a GPU: leave the prefill to generate()"
-            )
-        if cache.get_seq_length():
-            raise ArgumentError(
-                f"the cache has {cache.get_seq_length()} slots already: a prefill comes first"
-            )
-        if any(cache.is_linear):
-            raise ArgumentError(
-                "this model has recurrent layers, which need every token in turn: leave the prefill to "
-                "generate()"
-            )
-        if tokens < comm.size:
-            raise ArgumentError(f"{tokens} tokens for {comm.size} ranks: leave the prefill to generate()")
+        slots, parts = cache.get_seq_length(), getattr(model, "tp_size", None) or 1
+        for problem, found in {
+            "weights that are tensor parallel compute every token on all ranks": parts > 1,
+            "keys made of latents have no kernel on a GPU": cache.latent and ids.device.type == "cuda",
+            f"the cache has {slots} slots already: a prefill comes first": slots,
+            "this model has recurrent layers, which need every token in turn": any(cache.is_linear),
+            f"{tokens} tokens for {comm.size} ranks": tokens < comm.size,
+        }.items():
+            if found:
+                raise ArgumentError(f"{problem}: leave the prefill to generate()")
         begins = None if attention_mask is None else begins_of(attention_mask, tokens)
         own = torch.arange(comm.rank, tokens, comm.size)
         places = own[None] if begins is None else (own[None] - begins[:, None]).clamp(0)
         length = tokens if begins is None else tokens - int(begins.min())
+        text = model.config.get_text_config(decoder=True)
         if _frequencies(text, int(places.max()) + 1) != _frequencies(text, length):
             raise ArgumentError(
                 "the rotary frequencies of this model depend on the length of the text, of which ranks see "
                 "different parts: leave the prefill to generate()"
             )
-    cache.origin.begin(cache, model, ids, torch.ones_like(ids) if begins is None else attention_mask)
+    mask = torch.ones_like(ids) if begins is None else attention_mask
+    cache.origin.begin(cache, model, ids, mask, dealt=True)
     dealt = cache.dealt = Dealt(comm, tokens, begins)
     try:
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):  # rings are not traced
@@ -156,7 +145,7 @@ class Dealt:
         kind = scoring, q.shape, k.shape, v.shape, q.dtype
         if kind not in self._planned:
             how: Any = {"heads": q.shape[2], "kv_heads": k.shape[2], "batch": len(q), "tokens": q.shape[1]}
-            how |= {"head_dim": q.shape[3], "v_dim": v.shape[3], "dtype": dtype_name(q), "device": q.device}
+            how |= {"head_dim": q.shape[3], "v_dim": v.shape[3], "dtype": q.dtype, "device": q.device}
             how |= {"scale": scoring.scale, "rules": scoring.rules(), "positions": "interleaved"}
             self._planned[kind] = made = Prefill(self._comm, **how)
             if flash.serves(q, k, v, scoring, self._begins, self._comm.rank):

@@ -47,11 +47,6 @@ def all_heads(comm: Any, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return tuple(torch.cat(parts, 2).to(own[0].device) for parts in ranks)
 
 
-def dtype_name(tensor: Any) -> str:
-    """The name of the dtype of a tensor or an array, such as "bfloat16"."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
 def digest(ids: torch.Tensor) -> tuple[tuple[int, ...], str]:
     """What ranks compare instead of ids."""
     words = ids.cpu().contiguous().numpy().tobytes()
