@@ -182,10 +182,8 @@ class FullAttentionLayer(DynamicLayer):
             self.rank = rank
         if rank != self.rank:
             raise StateError(
-                "the cache holds latents, which a compiled model cannot go on with, nor one whose kv_b_proj "
-                "was adapted or quantized meanwhile: cache.reset() empties it"
-                if self.rank
-                else "the cache holds keys and values of a compiled model: cache.reset() empties it"
+                f"the cache holds {'latents' if self.rank else 'keys and values'}, the model now others: it "
+                "was compiled, or its kv_b_proj adapted or quantized meanwhile; cache.reset() empties it"
             )
 
     def is_part(self, heads: int) -> bool:

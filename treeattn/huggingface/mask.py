@@ -18,11 +18,6 @@ from treeattn.huggingface.tensors import NO_GRAPH
 #: Slots that are looked at at once.
 _BLOCK = 256
 
-_COMPUTED = (
-    "something else than 'treeattn' computed with its mask: the model does not go through transformers' "
-    "attention interface"
-)
-
 
 class Mask:
     """What `mask` made. begins int64 [batch]: the first of the keys of each sequence that is no padding;
@@ -36,11 +31,10 @@ class Mask:
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
         """Raise `StateError`: torch calls it where something else computes with it."""
-        raise StateError(_COMPUTED)
-
-    def __getattr__(self, name: str) -> Any:
-        """Raise `AttributeError` with the same words."""
-        raise AttributeError(f"{name}: {_COMPUTED}")
+        raise StateError(
+            "something else than 'treeattn' computed with its mask: the model does not go through "
+            "transformers' attention interface"
+        )
 
 
 def mask(
