@@ -63,7 +63,7 @@ def command(
     problem = Problem(world, source, layout)
     where, shared = options.own_device(world, device)
     arrays = (problem.q, problem.k, problem.v, problem.lengths)
-    inputs = collectively(
+    inputs: Any = collectively(
         world, lambda: [array if array is None else where.from_host(array) for array in arrays]
     )
     if shared and world.rank == 0:
