@@ -13,8 +13,9 @@ import pytest
 
 import treeattn
 from tests.support.exporters import Dlpack, OnGpu
+from tests.support.pages import in_pages
 from treeattn.backends.cuda import cupy_runtime
-from treeattn.errors import ArgumentError, StateError
+from treeattn.errors import ArgumentError, RestrictionError, StateError
 
 from .cases import Case
 from .runtime import EmulatorRuntime, LazyRuntime
@@ -56,6 +57,30 @@ def test_a_decoder_follows_a_growing_cache(runtime: EmulatorRuntime, where: str,
         np.testing.assert_array_equal(decoder.finish()[0], wanted)
         assert decoder.certificate is not None
         assert decoder.certificate.determinism == "A"
+
+
+def test_a_decoder_follows_its_block_table_of_the_host(runtime: EmulatorRuntime) -> None:
+    """Longer by a page now and then, in room that is there; a table on the GPU says the same. Pages are not
+    captured yet."""
+    case, size = Case("float16", 64, group=2, batch=2, queries=2, tokens=90), 16
+    (q, *row, _, _), whole = case.inputs(), np.array([90, 37])
+    (k, table), (v, _) = (in_pages(one, size, whole) for one in row)
+    with (
+        treeattn.Decoder(**case.plan, cache=treeattn.CacheFormat(page_size=size)) as paged,
+        treeattn.Decoder(**case.plan) as plain,
+    ):
+        for step, length in enumerate((64, 65, 70, 80, 90)):
+            lengths = np.minimum(whole, length)
+            given = table[:, : -(-length // size)].tolist()
+            before = runtime.allocations
+            found = [[*paged(q, treeattn.Shard(k, v, lengths, block_table=given))]]
+            assert step < 1 or runtime.allocations == before
+            there = treeattn.Shard(k, v, lengths, block_table=OnGpu(np.array(given, np.int32)))
+            found.append([*treeattn.decode(q, there, device="cuda")])
+            wanted = [one.tobytes() for one in plain(q, *row, lengths)]
+            assert [[one.tobytes() for one in results] for results in found] == [wanted] * 2
+        with pytest.raises(RestrictionError, match="a captured step takes no block table"):
+            paged.capture(q, k, v, whole)
 
 
 def test_bfloat16_comes_as_bits_or_as_a_type_of_its_own(runtime: EmulatorRuntime) -> None:

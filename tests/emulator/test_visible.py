@@ -117,15 +117,15 @@ def test_only_what_changed_is_uploaded_and_nothing_allocated() -> None:
         runtime.capture(lambda: planned(q, k, k))
 
 
-def case_of(kernel: str, tokens: int = 400) -> Case:
+def case_of(kernel: str) -> Case:
     """Two sequences of 5 queries and 4 heads that share a KV head: float32 for the multiply-add kernel."""
     dtype = "float32" if kernel == "fma" else "float16"
-    return Case(dtype, 64, group=4, kv_heads=1, queries=5, batch=2, tokens=tokens, splits=3)
+    return Case(dtype, 64, group=4, kv_heads=1, queries=5, batch=2, tokens=900, splits=3)
 
 
 def test_nan_that_one_query_sees_stays_with_it() -> None:
     """By multiply-add; tensor cores multiply all rows of a tile with all of its values."""
-    q, k, v, _, _ = case_of("fma", 900).inputs()
+    q, k, v, _, _ = case_of("fma").inputs()
     visible, runs = MaskTables(Rules(causal=True), 2, 5), Runs([(0, 1, 900)])
     records = np.zeros((2, 4, 5, 66), np.float32)
     planned = cuda.PlannedAttention(records, scale=0.125, tables=visible, runtime=EmulatorRuntime())
@@ -178,11 +178,10 @@ def test_a_captured_step_sees_anew(kernel: str, monkeypatch: pytest.MonkeyPatch)
         attention, "choose_splits", lambda load, number: Splits(3, 2)
     )  # a graph keeps its own
     rng = np.random.default_rng(0)
-    q, k, v, _, _ = case_of(kernel, 900).inputs()
-    planned = {"heads": 4, "kv_heads": 1, "head_dim": 64, "batch": 2, "queries": 5, "dtype": q.dtype.name}
-    rules = {"causal": True, "window": (300, 0), "leading": 5, "alibi": [0.01, 0.3, -0.01, 0.0]}
-    planned |= {"rules": treeattn.Rules(**rules), "device": "cuda"}
-    decoder, other = (treeattn.Decoder(**planned) for _ in range(2))
+    case = case_of(kernel)
+    q, k, v, _, _ = case.inputs()
+    rules = treeattn.Rules(causal=True, window=(300, 0), leading=5, alibi=[0.01, 0.3, -0.01, 0.0])
+    decoder, other = (treeattn.Decoder(**case.plan, rules=rules) for _ in range(2))
     lengths, runs = np.array([900, 700]), [(0, 2, 400), (4000, 1, 500)]
     given = {"q_positions": rng.integers(3900, 4500, (2, 5)), "positions": runs}
 
@@ -214,9 +213,9 @@ def test_a_captured_step_sees_anew(kernel: str, monkeypatch: pytest.MonkeyPatch)
 def test_a_captured_step_takes_masks_where_it_had_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cupy_runtime, "current", EmulatorRuntime)
     rng = np.random.default_rng(0)
-    q, k, v, _, _ = case_of("fma", 900).inputs()
-    planned = {"heads": 4, "kv_heads": 1, "head_dim": 64, "batch": 2, "queries": 5, "dtype": "float32"}
-    decoder, other = (treeattn.Decoder(**planned, device="cuda") for _ in range(2))
+    case = case_of("fma")
+    q, k, v, _, _ = case.inputs()
+    decoder, other = (treeattn.Decoder(**case.plan) for _ in range(2))
     plain = decoder.capture(q, k, v)
     with pytest.raises(ArgumentError, match="captured without rules, mask or begins"):
         plain(mask=np.ones((2, 5, 3), bool))
