@@ -111,7 +111,8 @@ def in_process(*words: object, code: int | None = 0, **environment: str):
         warnings.simplefilter("default")
         warnings.showwarning = cli._show_warning
         try:
-            found = cli._run([*map(str, words)])
+            with waiting_ranks.brief([*map(str, words)]):
+                found = cli._run([*map(str, words)])
         except (click.ClickException, TreeattnError, OSError) as error:
             found = cli._failed(error)
     said, complained = (one.buffer.getvalue().decode() for one in (out, err))

@@ -134,7 +134,8 @@ def test_every_column_on_request():
 @pytest.mark.deep
 @pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
 def test_a_long_job_says_how_far_it_is():
-    done = treeattn("compare", "--schemes", "ring", "--bytes", 4096, "--repetitions", 400, ranks=2)
+    words = ("compare", "--schemes", "ring", "--bytes", 4096, "--repetitions", 400)
+    done = run("-m", "treeattn", *words, ranks=2)
     assert re.search(r"^reduce \S+: \d+ of 800 blocks are done, at most \d+ s are left$", done.stderr, re.M)
 
 
