@@ -76,6 +76,7 @@ def test_a_process_that_needs_it_says_so(without_mpi):
 
 
 @needs_torch
+@pytest.mark.parametrize("without_mpi", ["no mpi4py"], indirect=True)
 def test_a_rank_of_torchrun_is_not_told_to_install_it(tmp_path, without_mpi):
     program = tmp_path / "program.py"
     program.write_text("import numpy as np, treeattn; q = np.ones((1, 1, 1, 8)); treeattn.decode(q, q, q)")

@@ -5,7 +5,9 @@ from treeattn.collectives.executors import compiled, interpreter
 
 
 class TestMessages(OverRanks):
-    ranks = OneRank
+    """Other messages than MPI's, for which tests/mpi/test_executor.py draws more."""
+
+    ranks, drawn = OneRank, 10
 
     def reducer(self, spec, case):
         return interpreter.InterpretedReducer(spec, case.schedule)

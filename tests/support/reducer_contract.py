@@ -181,9 +181,9 @@ class ReducerContract:
 
 
 class OverRanks(ReducerContract):
-    """One rank of each case is here; rank 0 draws."""
+    """One rank of each case is here; rank 0 draws, on fewer than 5 ranks so many."""
 
-    ranks = Ranks
+    ranks, drawn = Ranks, 30
 
     @pytest.fixture(autouse=True)
     def _comm(self, comm):
@@ -192,7 +192,7 @@ class OverRanks(ReducerContract):
     def for_each(self, strategy, check):
         drawn = []
         if self.comm.rank == 0:
-            each = settings(fuzzed(30 if self.size < 5 else 10), phases=[Phase.generate])
+            each = settings(fuzzed(self.drawn if self.size < 5 else 10), phases=[Phase.generate])
             each(given(strategy)(lambda case: drawn.append(case)))()
         for case in self.comm.bcast(drawn):
             check(case)
