@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
+from treeattn.errors import ArgumentError
 from treeattn.study.compare.rows import SUM, read
+from treeattn.study.compare.sum_algorithm import sum_algorithm
 from treeattn.study.compare.summary import summarise
 
 from .launch import ROOT, in_process, mpiexec, run
@@ -55,12 +57,18 @@ def test_the_algorithm_that_is_named_is_the_one_that_runs(nodes):
 
 @pytest.mark.parametrize(
     ("name", "started"),
-    [("ring", "auto"), *((name, name) for name in ("sorcery", "auto", "segmented_ring", "ccl", "4"))],
+    [("ring", "auto"), ("sorcery", "sorcery"), ("auto", "auto")],
 )
 def test_what_may_be_another_algorithm_has_no_row(name, started, tmp_path):
     words = ("compare", "--library-algorithm", name, "--bytes", "1Ki", "--out", tmp_path / "r.jsonl")
     assert run("-m", "treeattn", *words, ranks=2, code=None, **started_for(started)).returncode
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["segmented_ring", "ccl", "4"])
+def test_what_libraries_replace_is_refused_by_its_name(name):
+    with pytest.raises(ArgumentError, match=f"^algorithm {name} (needs|is a number)"):
+        sum_algorithm(name)
 
 
 def test_a_report_of_two_jobs_has_the_ratio_to_the_sum_of_each(tmp_path):

@@ -33,12 +33,15 @@ def test_a_family_has_the_tokens_and_logits_of_eager(comm, family):
 
 #: On a GPU three of two layers in the gate, and all of GATE with four; 16 bits on processors.
 KINDS = "float32", "bfloat16", "float16"
-NEAR = [("cuda", name, kind, 2) for name in ("Llama", "Mistral") for kind in KINDS]
-NEAR += [("cuda", "DeepSeek-V3", kind, 2) for kind in KINDS[1:]]  # no kernel for latents of float32
-NEAR += [("cpu", name, kind, 4) for name in ("GPT-OSS", "DeepSeek-V3") for kind in KINDS[1:]]
+NEAR = [
+    *(("cuda", "Llama", "float32", 2), ("cuda", "Llama", "bfloat16", 2), ("cuda", "Mistral", "float16", 2)),
+    *(("cuda", "DeepSeek-V3", "bfloat16", 2), ("cpu", "DeepSeek-V3", "bfloat16", 4)),
+    ("cpu", "GPT-OSS", "float16", 4),
+]
 DEEP = [
     ("cuda", name, kind, 4) for name in GATE for kind in KINDS if (name, kind) != ("DeepSeek-V3", "float32")
-]
+]  # no kernel for latents of float32
+DEEP += [("cpu", "DeepSeek-V3", "float16", 4), ("cpu", "GPT-OSS", "bfloat16", 4)]
 
 
 @pytest.mark.parametrize(

@@ -71,6 +71,12 @@ class Libraries(OverRanks):
     ranks = OneRank
     outcome = "chain"  # a schedule that leaves the same
 
+    def test_bits_of_the_definition(self):
+        """Of several numbers of records: no schedule is to be drawn."""
+        for records, granularity in ((1, 1), (9, 1), (8, 2), (3, 3), (120, 3)):
+            case = plain(collectives.build(self.outcome, self.size), self.size, records)
+            self.check_bits(case._replace(granularity=granularity, seed=records))
+
     def check_bits(self, case):
         ranks = self.plan(case)
         for number in range(3):
