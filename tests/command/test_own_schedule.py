@@ -81,11 +81,9 @@ def test_what_others_wrote_is_drawn_simulated_and_refused_if_damaged(tmp_path):
 def test_a_damaged_file_is_named_in_one_line(tmp_path):
     twice = Schedule("twice", 2, 1, ((Transfer(1, 0),),) * 2)
     for content, message in (
-        ("[1]", "not the JSON of a schedule"),
-        ('{"name": "x", "gpus": []}', "plan of MSCCL++ is not read: give the algorithm as XML of MSCCL"),
-        ("[" * 100_000, "not the JSON of a schedule"),
-        (Schedule("\x1b[31m", 1, 1, ()).to_json(), "at most 100 printable characters"),
         (twice.to_json(), "counts rank"),
+        ('{"name": "x", "gpus": []}', "plan of MSCCL++ is not read: give the algorithm as XML of MSCCL"),
+        (Schedule("\x1b[31m", 1, 1, ()).to_json(), "at most 100 printable characters"),
     ):
         (tmp_path / "own.json").write_text(content)
         assert message in in_process("schedule", tmp_path / "own.json", code=2).stderr
