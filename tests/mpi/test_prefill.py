@@ -75,6 +75,10 @@ def test_what_cannot_be_is_told_by_all(comm):
         "k has heads of 16": {"k": np.ones((1, 2, 2, 16), np.float32) if odd else one},
         "2 query heads cannot be grouped over 3": {"k": np.ones((1, 2, 3, 8), np.float32)},
     }
+    plan = {"heads": 2, "kv_heads": 2, "head_dim": 8}
+    for tokens in (2.0, -1):
+        number = "tokens must be a whole number from 0 on"
+        raised_by_all(comm, lambda n=tokens: treeattn.Prefill(comm, tokens=n, **plan), number, ArgumentError)
     if comm.size > 1:
         cases["both claim position 0"] = {"positions": [0, 1 + comm.rank]}
         cases["scale differs between ranks"] = {"scale": 0.1 + odd}

@@ -75,8 +75,15 @@ def test_torn_blocks_are_refused_on_every_rank(comm):
         return
     with pytest.raises(TreeattnError, match="whole blocks of 32 positions"):
         treeattn.decode(q, k, k, **given)
+    plan = {"heads": 2, "kv_heads": 2, "head_dim": 8, "dtype": "float32", "reproducible": "blocks"}
     with pytest.raises(TreeattnError, match="needs the positions of tokens"):
-        treeattn.Decoder(comm, heads=2, kv_heads=2, head_dim=8, reproducible="blocks")
+        treeattn.Decoder(comm, **plan)
+    cache = treeattn.CacheFormat(positions=[(64 * comm.rank, 1, 64)])
+    shard = Shard(k, k, positions=[(16 + 64 * comm.rank, 1, k.shape[1])])
+    with treeattn.Decoder(comm, cache=cache, **plan) as decoder:
+        with pytest.raises(TreeattnError, match="whole blocks of 32 positions"):
+            decoder(np.ones((1, 1, 2, 8), np.float32), shard)
+        decoder(np.ones((1, 1, 2, 8), np.float32), k, k)
 
 
 def test_more_tokens_than_64_bits_hold_are_refused_on_every_rank(comm):

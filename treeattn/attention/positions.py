@@ -132,7 +132,8 @@ def _triple(one: slice) -> tuple[int, int, int]:
     start, step = one.start or 0, one.step or 1
     if one.stop is None or step < 1 or start < 0:
         raise ArgumentError(f"positions {one}: a slice needs an end, and a step above 0")
-    return start, step, max(0, -(-(one.stop - start) // step))
+    start, step, stop = _whole((start, step, one.stop))
+    return start, step, max(0, -(-(stop - start) // step))
 
 
 def _found(array: Any) -> list[tuple[int, int, int]]:

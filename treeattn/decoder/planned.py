@@ -13,10 +13,12 @@ from treeattn.attention import arrays
 from treeattn.attention.arguments import BlockTable, Shard
 from treeattn.attention.arrays import AnyArray
 from treeattn.attention.pages import check_lengths
+from treeattn.attention.positions import as_runs
 from treeattn.collectives.runtime.memory import StreamOrder
 from treeattn.collectives.runtime.reducer import Owner, Sent
 from treeattn.decoder import captured_step
 from treeattn.decoder.captured_step import CapturedStep
+from treeattn.decoder.mask_plan import check_blocks
 from treeattn.decoder.plan import Plan
 from treeattn.decoder.request import refuse
 from treeattn.errors import ArgumentError, StateError
@@ -170,6 +172,8 @@ class PlannedDecode:
             self.shape.check_shard(shard)
             k, v, lengths, table = shard.k, shard.v, shard.lengths, shard.block_table
             positions = {"positions": shard.positions, "draft_positions": shard.draft_positions}
+            if shard.positions is not None and self.plan.request.reproducible == "blocks":
+                check_blocks(as_runs(shard.positions), self.plan.comm.size)
         return k, self._first_channels(k) if v is None else v, lengths, table, positions
 
     def _first_channels(self, k: Any) -> Array:

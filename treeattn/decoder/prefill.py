@@ -17,7 +17,7 @@ from treeattn.attention import arrays
 from treeattn.attention.arguments import Rules, read_positions
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
-from treeattn.attention.shape import DTYPES, Shape, bits_of, query_dtype
+from treeattn.attention.shape import DTYPES, Shape, bits_of, check_number, query_dtype
 from treeattn.backends.device import Device, find
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator, Given
@@ -252,6 +252,7 @@ class Prefill:
     ) -> None:
         comm = communicators.intracomm(comm)
         with Agreement(comm, "Prefill") as agreed:
+            check_number("tokens", tokens, 0)
             shape = Shape(batch, 1, heads, kv_heads, head_dim, dtype, v_dim=v_dim or 0)
             rules, factor = Rules.of(rules, heads), shape.logit_scale(scale)
             declared = DeclaredPositions(read_positions(positions), (tokens,))

@@ -40,6 +40,7 @@ def test_runs_are_the_positions(positions):
         (slice(3, 9, 2), [3, 5, 7]),
         ([slice(2), slice(4, 6)], [0, 1, 4, 5]),
         (slice(5, 3), []),
+        (slice(np.uint8(5), np.uint8(3)), []),
         ([(MAX_POSITION - 1, 1, 1)], [MAX_POSITION - 1]),
         ([], []),
     ],
@@ -64,7 +65,7 @@ SLICE, ASCEND = "a slice needs an end, and a step above 0", "must ascend"
         *((np.array(given), ASCEND) for given in ([3, 3], [3, 2], [-1, 0])),
         (np.array([[1, 2]]), "positions are int64 of shape"),
         (np.array([0.5, 1]), "positions are float64 of shape"),
-        ([(0.5, 1, 3)], "a run is three whole numbers"),
+        *(([one], "a run is three whole numbers") for one in ((0.5, 1, 3), slice(0, 3.0))),
         *((given, ASCEND) for given in ([(4, 0, 3)], [(4, 1, 3), (6, 1, 1)])),
         *(
             (given, r"position \d+ is not served: positions are below 2\^60")
