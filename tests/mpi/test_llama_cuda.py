@@ -1,6 +1,7 @@
 """Llamas on emulated GPUs: Hugging Face's logits and the CPU's tokens, on three ranks.
 
-The emulator takes its time: two models; that the others' numbers matter is shown on the CPU.
+The emulator takes its time: one model with sharded weights, another one in tests/command/test_cuda.py, and
+one with whole ones; that the others' numbers matter is shown on the CPU.
 """
 
 import pytest
@@ -19,9 +20,6 @@ pytestmark = [
     pytest.mark.skipif(MPI.COMM_WORLD.size != 3, reason="models on emulated GPUs run on three ranks"),
 ]
 
-#: By whether weights are sharded: what a session takes unless told, through the memory of the host.
-HOST = {True: Reduction("head_scatter", "host"), False: Reduction(transport="host")}
-
 
 @pytest.fixture(autouse=True)
 def runtime(comm, monkeypatch):
@@ -33,12 +31,11 @@ def runtime(comm, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sharded"), [("biases", True), ("grouped_llama3", False)])
-def test_logits_and_tokens_are_hugging_faces(comm, written, name, sharded):
-    model = Llama(written(name), comm if sharded else None, device="cuda")
-    wanted, tokens = GOLDEN[f"{name}.logits"][:3], GOLDEN[f"{name}.tokens"]
-    capacity = len(PROMPT) + len(wanted)
-    with Session(comm, model, PROMPT, capacity=capacity, scheme=HOST[sharded]) as session:
+def test_logits_and_tokens_are_hugging_faces(comm, written):
+    model = Llama(written("biases"), comm, device="cuda")
+    wanted, tokens = GOLDEN["biases.logits"][:3], GOLDEN["biases.tokens"]
+    given = {"capacity": len(PROMPT) + len(wanted), "scheme": Reduction("head_scatter", "host")}
+    with Session(comm, model, PROMPT, **given) as session:
         logits = session.prefill()
         for row, token in zip(wanted, tokens, strict=False):
             assert_logits(logits, row)
@@ -73,7 +70,7 @@ def test_memory_of_a_gpu_that_is_out_on_one_rank_is_told_by_all(comm, written, r
         raise BackendError("out of GPU memory")
 
     model = Llama(written("tied"), device="cuda")
-    with Session(comm, model, PROMPT[:8], capacity=9, scheme=HOST[False]) as session:
+    with Session(comm, model, PROMPT[:8], capacity=9, scheme=Reduction(transport="host")) as session:
         if comm.rank == comm.size - 1:
             runtime.empty = full
         with pytest.raises(BackendError, match="out of GPU memory"):
