@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     warnings.showwarning = _show_warning  # type: ignore[assignment]
     screen = sys.stdout
     output = StandardOutput(open(os.devnull, "w") if rank else screen)  # noqa: SIM115
-    sys.stdout = output  # type: ignore[assignment]
+    sys.stdout = output
     interrupted = functools.partial(_end_interrupted, rank)
     endings: dict[int, Callable[[], object]] = {signal.SIGINT: interrupted}
     for number in (signal.SIGTERM, signal.SIGHUP):  # of schedulers before the limit, of terminals that close
