@@ -97,7 +97,6 @@ class FullAttentionLayer(DynamicLayer):
             if cache.latent:
                 self.given = key_states, value_states
         updated().layer = self
-        self.is_initialized = True
         self.slots += tokens
         return key_states if cache.latent else carrying(self, key_states), value_states
 
@@ -148,9 +147,8 @@ class FullAttentionLayer(DynamicLayer):
 
     def hold(self, shard: CacheLayer | RemoteLayer, slots: int, rank: int) -> None:
         """Go on with what was saved."""
-        self.is_initialized, self.shard = True, shard
+        self.shard, self.rank = shard, rank
         self.slots = self.held = slots
-        self.rank = rank
 
     def attend(
         self, q: Any, new: tuple[Any, ...], at: int, begins: Any, scoring: Scoring, by_heads: bool

@@ -20,12 +20,12 @@ _BLOCK = 256
 
 
 class Mask:
-    """What `mask` made. begins int64 [batch]: the first of the keys of each sequence that is no padding;
-    window: the slots that a query sees, None for all; keys: how many of them the cache hands over."""
+    """What `mask` made. begins int64 [batch]: the first of the keys of each sequence that is no padding, or
+    None; window: the slots that a query sees, None for all; keys: how many of them the cache hands over."""
 
     ndim = 1  # at which transformers looks where a mask is given to a mask function
 
-    def __init__(self, begins: torch.Tensor, window: int | None, keys: int) -> None:
+    def __init__(self, begins: torch.Tensor | None, window: int | None, keys: int) -> None:
         self.begins, self.window, self.keys = begins, window, keys
 
     @classmethod
@@ -59,10 +59,11 @@ def mask(
     Raises `ArgumentError` for a pattern that is neither causal nor a causal window, for padding on the right,
     and for a cache with room that is not filled.
     """
-    cache = None
-    if not torch.compiler.is_compiling():
+    traced, known = torch.compiler.is_compiling(), None
+    if not traced:
         last = updated()
         cache, last.masked, last.layer = last.masked, None, None  # the layer is of a call that failed
+        known = cache.origin.known_begins(q_offset) if cache and cache.generates else None
     again = isinstance(attention_mask, Mask)
     if again or isinstance(q_offset, torch.Tensor) or kv_offset + kv_length != q_offset + q_length:
         raise ArgumentError(
@@ -74,24 +75,19 @@ def mask(
         raise ArgumentError("attention in chunks (attention_chunk_size) is not served")
     if mask_function is not causal_mask_function:
         plain = allow_is_causal_skip and not use_vmap
-        if not plain and torch.compiler.is_compiling():
+        if traced and not plain:
             raise ArgumentError("a mask of the model's own cannot be looked at in a compiled model")
-        if not torch.compiler.is_compiling():
+        if not traced:
             first = q_length - 1 if plain else 0
             how = {"mask_function": mask_function, "use_vmap": use_vmap, "device": "cpu" if plain else device}
             _check(batch_size, first, q_length, q_offset, local_size, how)
-    if attention_mask is None:
-        if torch.compiler.is_compiling() and not local_size:
-            return None
-        begins = torch.zeros(batch_size, dtype=torch.int64)
-    elif torch.compiler.is_compiling():
-        begins = torch.ops.treeattn.begins(attention_mask, q_offset + q_length, kv_offset)
-    else:
-        known = cache.origin.known_begins(q_offset) if cache and cache.generates else None
-        if known is None:
-            begins = _begins(attention_mask, q_offset + q_length, kv_offset)
-        else:
-            begins = (known - kv_offset).clamp(min=0)
+    begins = None
+    if attention_mask is not None:
+        found = torch.ops.treeattn.begins if traced else _begins
+        end = q_offset + q_length
+        begins = found(attention_mask, end, kv_offset) if known is None else (known - kv_offset).clamp(min=0)
+    elif traced and not local_size:
+        return None
     return Mask(begins, local_size, kv_length)
 
 

@@ -118,11 +118,7 @@ class Plans:
         return decoder
 
 
-class _Here(threading.local):
-    plans: Plans | None = None
-
-
-_here = _Here()
+_here = threading.local()
 
 
 def of(comm: Any, reduction: Reduction) -> Plans:
@@ -139,9 +135,10 @@ def alone() -> Plans:
     started = dist.is_available() and dist.is_initialized()
     with _making:
         comm = _alone(dist.group.WORLD if started else None)
-    if _here.plans is None or _here.plans.comm is not comm:
-        _here.plans = Plans(comm, Reduction())
-    return _here.plans
+    if getattr(_here, "comm", None) is not comm:
+        _here.comm, _here.plans = comm, Plans(comm, Reduction())
+    made: Plans = _here.plans
+    return made
 
 
 _making = threading.Lock()  # two threads at once would make one group twice, which torch refuses
