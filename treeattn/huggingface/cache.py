@@ -30,10 +30,15 @@ from treeattn.decoder import Reduction
 from treeattn.errors import ArgumentError, StateError
 from treeattn.huggingface import plans, saved
 from treeattn.huggingface.agreeing_ranks import check_same_tokens, follow_rank_0
-from treeattn.huggingface.layers import NOT_ATTENDED, FullAttentionLayer, SlidingWindowLayer, updated
+from treeattn.huggingface.layers import (
+    NOT_ATTENDED,
+    FullAttentionLayer,
+    RemoteLayer,
+    SlidingWindowLayer,
+    updated,
+)
 from treeattn.huggingface.origin import Origin
 from treeattn.huggingface.plans import Plans
-from treeattn.huggingface.remote import RemoteLayer
 from treeattn.huggingface.tensors import torchs_stream
 from treeattn.mpi import communicators
 from treeattn.mpi.communicators import Agreement, collectively
@@ -134,7 +139,8 @@ class ShardedKV(Cache):
         self.full = [layer for layer in layers if isinstance(layer, FullAttentionLayer)]
         self.first = next((one for one in layers if isinstance(one, tuple(_ATTENTION.values()))), None)
         # Once: a schedule of the user's is hashed by all its messages.
-        self._plans = tuple(plans.of(self.comm, how) for how in (reduction, by_heads))
+        kept, both = self.comm.kept, (reduction, by_heads)
+        self._plans = tuple(kept.setdefault(how, Plans(self.comm, how)) for how in both)
         self.owner = Owner("this cache")
         self.device = torch.device("cpu")  # where its arrays lie
         self._waits = _Queued()

@@ -1,4 +1,5 @@
-"""Layers of a `ShardedKV`, as transformers asks layers of a cache for lengths, crops and orders."""
+"""Layers of a `ShardedKV`, as transformers asks layers of a cache for lengths, crops and orders, and what of
+them lies on cache nodes."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from treeattn.errors import ArgumentError, StateError
 from treeattn.huggingface.plans import Scoring
-from treeattn.huggingface.remote import RemoteLayer
+from treeattn.huggingface.tensors import as_tensor
 
 if TYPE_CHECKING:
     from treeattn.cache.sharded import CacheLayer
+    from treeattn.cache_nodes import RemoteCache
     from treeattn.huggingface.cache import ShardedKV
     from treeattn.huggingface.latent import Latents
 
@@ -249,3 +251,38 @@ class SlidingWindowLayer(DynamicSlidingWindowLayer):
                 f"a layer attends with a window of {window}, its cache has one of {self.sliding_window}: "
                 "make the cache of the config of this model"
             )
+
+
+class RemoteLayer:
+    """Layer `number` of a cache. transformers crops and reorders layer by layer, the nodes all at once: the
+    first layer says it for all."""
+
+    def __init__(self, cache: RemoteCache, number: int) -> None:
+        self.cache, self._number = cache, number
+
+    @property
+    def totals(self) -> Any:
+        """Tokens of each sequence, int64 [batch]."""
+        return self.cache.totals[self._number]
+
+    def append(self, k: Any, v: Any = None, counts: Any = None) -> None:
+        """Add the next tokens of each sequence."""
+        self.cache.append(self._number, k.cpu(), None if v is None else v.cpu())
+
+    append_own = append  # rank 0 has all of them
+
+    def rollback(self, totals: Any) -> None:
+        """Forget all but the first `totals` tokens of each sequence."""
+        if self._number == 0:
+            self.cache.rollback(totals)
+
+    def select(self, rows: Any) -> None:
+        """Go on with these sequences."""
+        if self._number == 0:
+            self.cache.select(rows)
+
+    def attend(self, q: Any, new: tuple[Any, ...], begins: Any, scoring: Scoring) -> tuple[Any, ...]:
+        """Attention to all tokens, of which k and v in `new` come with q."""
+        how: dict[str, Any] = {"begins": begins, "scale": scoring.scale, "rules": scoring.rules()}
+        both = self.cache.step(self._number, *(one.cpu() for one in (q, *new)), **how)
+        return tuple(as_tensor(one).to(q.device) for one in both)

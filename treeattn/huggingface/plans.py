@@ -121,14 +121,6 @@ class Plans:
 _here = threading.local()
 
 
-def of(comm: Any, reduction: Reduction) -> Plans:
-    """Those over a communicator of several ranks, which is one thread's at a time."""
-    if reduction not in comm.kept:
-        comm.kept[reduction] = Plans(comm, reduction)
-    made: Plans = comm.kept[reduction]
-    return made
-
-
 def alone() -> Plans:
     """Those of what a rank has whole, of this thread: nothing is sent. Where torch started the ranks, MPI is
     not asked."""

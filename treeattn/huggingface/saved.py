@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from treeattn.cache import ShardedCache
 from treeattn.errors import ArgumentError
+from treeattn.huggingface.layers import RemoteLayer
 from treeattn.huggingface.origin import config_digest
-from treeattn.huggingface.remote import RemoteLayer
 from treeattn.mpi.communicators import Agreement, collectively
 
 if TYPE_CHECKING:
