@@ -182,7 +182,8 @@ class ShardedKV(Cache):
         if not torch.compiler.is_compiling():
             self.use()
             updated().masked = self
-        return super().get_mask_sizes(query_length, layer_idx)
+        sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
+        return sizes
 
     def check_attended(self) -> None:
         """Raise `StateError` where a layer was given tokens and nothing attended to them."""
@@ -323,14 +324,15 @@ class _Queued(watchdog.Guarded):
     do."""
 
     def __init__(self) -> None:
-        self._prompt = deque[tuple[int, torch.cuda.Event]](maxlen=_AHEAD)
+        self._prompt = deque[tuple[int, Any]](maxlen=_AHEAD)
         super().__init__("a step of the model, queued to a GPU")
 
     def layer(self, stream: torch.cuda.Stream | None) -> None:
         """The next one; stream: to which a prompt is queued."""
         self.__enter__()
         if stream is not None:
-            reached = torch.cuda.Event()
+            event: Any = torch.cuda.Event
+            reached = event()
             reached.record(stream)
             self._prompt.append((self._number, reached))
 
