@@ -31,7 +31,7 @@ sum_algorithm("ring")
 key = rows.Key("reduce", rows.SUM + "/ring", comm.size, 0, 1, 1, 1, 1, 1, "float32")
 with pytest.raises(ValueError, match="3 elements are fewer than 4 ranks"):
     steps.plan(comm, key, {})
-with mock.patch.object(steps, "_where_it_lies", side_effect=KeyError), contextlib.suppress(KeyError):
+with mock.patch.object(steps, "_sum", side_effect=KeyError), contextlib.suppress(KeyError):
     steps.plan(comm, structs.replace(key, head_dim=8), {})
 for name in (rows.SUM, rows.SUM + "/ring", rows.SUM):
     with steps.plan(comm, rows.Key("reduce", name, comm.size, 0, 1, 1, 4, 4, 126, "float32"), {}):
