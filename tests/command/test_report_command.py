@@ -134,7 +134,7 @@ def test_why_the_fastest_is_so_is_drawn(tmp_path, cluster, node, about):
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium to render with: apt-get install chromium")
 def test_nothing_is_wider_than_a_window_or_a_page(tmp_path):
     """A4 has 703 pixels between margins of 12 mm."""
-    fields = {"environment": {"SLURM_JOB_NODELIST": "node" + "0001," * 40}, "commit": 40 * "f"}
+    fields = {"environment": {"SLURM_JOB_NODELIST": "node" + "0001," * 40}, "commit": 4 * "0e5f6e114c"}
     fields |= {"hosts": "node0001,node0002", "predicted_us": 9.0, "warning": "ranks share cores " * 4}
     one, many = (
         made_results.keys([*SCHEMES, "hierarchical"], [0, 512], heads=n, kv_heads=1) for n in (1, 16)

@@ -11,6 +11,7 @@ from tests.support.tiny_models import made, padded, prompt  # noqa: E402
 from treeattn import huggingface  # noqa: E402
 from treeattn.errors import ArgumentError, StateError  # noqa: E402
 from treeattn.huggingface import plans  # noqa: E402
+from treeattn.huggingface.origin import Origin, weights_digest  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
 
@@ -277,3 +278,48 @@ def test_weights_that_differ_between_ranks(comm, tmp_path):
     alone.load(folder)
     with pytest.raises(ArgumentError, match="split over ranks in another way"):
         model.generate(text, past_key_values=alone, **GREEDY)
+
+
+def test_a_step_of_ones_own_within_generate_is_compared(comm):
+    """Of another processor, say: its ids and its padding are not those that generate() prepared."""
+    model = made("Llama", "treeattn")
+    kv, ids = huggingface.ShardedKV(model.config, comm, capacity=64), prompt()
+
+    def other_ids(ids, scores):
+        if ids.shape[1] == 32:
+            model(ids[:, -1:] * 0 + 5 + comm.rank, cache=kv)
+        return scores
+
+    def other_padding(ids, scores):
+        if ids.shape[1] == 32:
+            model(ids[:, -1:], cache=kv, attention_mask=(torch.arange(33) != 3).long()[None])
+        return scores
+
+    for processor in (other_ids, other_padding)[int(comm.size == 1) :]:
+        kv.reset()
+        with pytest.raises(ArgumentError, match="different tokens|zero inside"):
+            model.generate(ids, cache=kv, logits_processor=[processor], **GREEDY)
+
+
+def test_weights_are_compared_beyond_their_first_column():
+    model = made("Llama", "treeattn", hidden_size=64)
+    before = weights_digest(model)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight[:, 1:] *= 1.5
+    assert weights_digest(model) != before
+
+
+def test_padding_of_a_window_that_nobody_told_from_the_beginning():
+    """As after a prompt by a compiled model: it stays unknown."""
+    origin = Origin()
+    origin.check_padding(None, 17, 1, gone=5)
+    assert origin.known_begins(18) is None
+
+
+def test_a_text_that_one_rank_has_shorter_is_refused_on_all(comm):
+    model = made("Llama", "treeattn")
+    kv = huggingface.ShardedKV(model.config, comm, capacity=64)
+    longer = model.generate(prompt(), cache=kv, **GREEDY)
+    with pytest.raises(ArgumentError, match="slots already"):
+        model.generate(longer[:, : 20 if comm.rank == comm.size - 1 else 34], cache=kv, **GREEDY)
+    comm.barrier()

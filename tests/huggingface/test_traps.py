@@ -19,6 +19,7 @@ from tests.support.tiny_models import assert_close, made, padded, prompt  # noqa
 from treeattn import huggingface  # noqa: E402
 from treeattn.errors import ArgumentError, StateError, TreeattnError  # noqa: E402
 from treeattn.huggingface import plans  # noqa: E402
+from treeattn.huggingface.layers import FullAttentionLayer  # noqa: E402
 
 pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
 
@@ -90,6 +91,41 @@ def test_one_layer_that_nothing_attends_to_is_told_so(comm, monkeypatch):
     kv = huggingface.ShardedKV(other.config, comm, capacity=64)
     other(prompt(), past_key_values=kv)
     refused("'treeattn' did not attend to them", other, prompt(1, 1), past_key_values=kv)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_prefill_by_another_attention(comm, family):
+    """Layers of windows ask nobody whether they were attended."""
+    kv = huggingface.ShardedKV(made(family, "treeattn").config, comm, capacity=64)
+    refused("load the model with attn_impl", huggingface.prefill, made(family, "sdpa"), prompt(), kv)
+    assert kv.get_seq_length() == 0
+
+
+@pytest.mark.parametrize("before", [0, 8])
+@pytest.mark.parametrize("layers", [1, 2])
+def test_no_crop_makes_a_half_filled_layer_whole(comm, monkeypatch, layers, before):
+    model = made("Llama", "treeattn", num_hidden_layers=layers)
+    kv, update = huggingface.ShardedKV(model.config, comm, capacity=64), FullAttentionLayer.update
+
+    def interrupted(layer, *given, **named):
+        found = update(layer, *given, **named)
+        if layer is kv.layers[-1]:
+            raise KeyboardInterrupt
+        return found
+
+    if before:
+        huggingface.prefill(model, prompt()[:, :before], kv)
+    with monkeypatch.context() as patched:
+        patched.setattr(FullAttentionLayer, "update", interrupted)
+        with pytest.raises(KeyboardInterrupt), torch.no_grad():
+            model(prompt()[:, before:], cache=kv)
+    with pytest.raises(StateError, match="half filled"):
+        kv.crop(-1)
+    with pytest.raises(TreeattnError), torch.no_grad():
+        model(prompt()[:, -1:], cache=kv)
+    kv.reset()
+    wanted = made("Llama", num_hidden_layers=layers).generate(prompt(), do_sample=False, max_new_tokens=3)
+    assert model.generate(prompt(), cache=kv, do_sample=False, max_new_tokens=3).tolist() == wanted.tolist()
 
 
 def test_another_attention_than_the_one_registered(comm, model):

@@ -19,8 +19,10 @@ _OUTCOMES = dist.new_group(timeout=_LIMIT)  # never shared with the code under t
 
 @pytest.fixture
 def comm():
-    """All ranks."""
-    return communicators.intracomm(None)
+    """All ranks: one object for all tests, which a loop of one's own leaves to its thread."""
+    ranks = communicators.intracomm(None)
+    ranks.owner.let_go()
+    return ranks
 
 
 @pytest.fixture

@@ -19,14 +19,14 @@ from treeattn.cli import commands
 ROOT = Path(__file__).resolve().parents[2]
 #: Folders -> lines of Python.
 LINES = {
-    ("treeattn", "collectives"): 34_327,
-    ("tests",): 36_050,
-    ("benchmarks",): 1_957,
+    ("treeattn", "collectives"): 33_846,
+    ("tests",): 35_084,
+    ("benchmarks",): 1_956,
     ("tools",): 443,
     ("jobs",): 1_037,
 }
-STATEMENTS = 20_494  # of the package
-WORDS = 22_000  # of docs and README
+STATEMENTS = 20_185  # of the package
+WORDS = 21_998  # of docs and README
 COMMANDS = 16
 OPTIONS = {"compare": 16, "simulate": 14, "generate": 12}
 #: What a call loads: files of ours, and their lines.

@@ -33,7 +33,8 @@ def number(text: str) -> int:
     unit = next((unit for unit in _UNITS if text.endswith(unit)), "")
     digits = text.removesuffix(unit)
     if not digits.strip().isdecimal() or len(digits) > 18:
-        raise ArgumentError(f"{text!r:.40}: give a whole number, such as 65536 or 64Ki")
+        several = ", or where several may stand FIRST:LAST:xFACTOR" * (":" in text)
+        raise ArgumentError(f"{text!r:.40}: give a whole number, such as 65536 or 64Ki{several}")
     return int(digits) * _UNITS.get(unit, 1)
 
 

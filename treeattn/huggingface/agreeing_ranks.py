@@ -43,7 +43,9 @@ def let_generate_agree(caches: type[Any]) -> None:
             return agreed
 
         with cache.during():
-            cache.origin.begin(cache, model, *_text(cache, model, bound.arguments))
+            with Agreement(cache.comm, "generate()"):
+                text = _text(cache, model, bound.arguments)
+            cache.origin.begin(cache, model, *text)
             others = bound.arguments.get("logits_processor") or ()
             bound.arguments["logits_processor"] = LogitsProcessorList([*others, of_rank_0])
             cache.generates = True

@@ -146,7 +146,7 @@ class ShardedKV(Cache):
         self._waits = _Queued()
         self._watched = False  # within a call that ends what it begins
         self.generates = False  # whether generate() calls the model with it
-        self.ids_agreed = False  # whether all ranks are known to have the ids of this step
+        self.ids_agreed = False  # whether generate() prepared this step, and all ranks have its ids
         self.dealt: Any = None  # while a prefill is under way in which each rank has tokens of its own
         follow_rank_0(self.comm, torch.device("cpu"))
         _warn_of_too_many_threads(self.comm)
@@ -198,7 +198,8 @@ class ShardedKV(Cache):
         Collective."""
         if layer is not self.full[0]:
             return
-        if new and self.comm.size > 1 and not self.ids_agreed:
+        agreed, self.ids_agreed = self.ids_agreed, False  # for one step
+        if new and self.comm.size > 1 and not agreed:
             check_same_tokens(self.comm, key, begins)
         self.origin.check_padding(begins, at, len(key))
 
@@ -335,6 +336,10 @@ class _Queued(watchdog.Guarded):
             reached = event()
             reached.record(stream)
             self._prompt.append((self._number, reached))
+
+    def __exit__(self, *exception: object) -> None:
+        self._prompt.clear()  # nobody may ask a GPU for its events while a graph is captured
+        super().__exit__(*exception)
 
     @property
     def blocking(self) -> int:

@@ -120,9 +120,12 @@ class FullAttentionLayer(DynamicLayer):
         """Forget so many of the last slots, given as a negative number."""
         if tokens_to_remove > 0:
             raise ArgumentError(f"crop({tokens_to_remove}): a negative number of tokens to remove is needed")
-        self.slots = self.held = max(0, self.slots + tokens_to_remove)
+        slots = max(0, self.slots + tokens_to_remove)
+        if slots > self.held:
+            raise StateError(_HALF_FILLED)
         if self.shard is not None:
-            self.shard.rollback(np.full_like(self.shard.totals, self.slots))
+            self.shard.rollback(np.full_like(self.shard.totals, slots))
+        self.slots = self.held = slots
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i goes on with what row beam_idx[i] was."""

@@ -63,7 +63,7 @@ def mask(
     if not traced:
         last = updated()
         cache, last.masked, last.layer = last.masked, None, None  # the layer is of a call that failed
-        known = cache.origin.known_begins(int(q_offset)) if cache and cache.generates else None
+        known = cache.origin.known_begins(int(q_offset)) if cache and cache.ids_agreed else None
     again = isinstance(attention_mask, Mask)
     if again or isinstance(q_offset, torch.Tensor) or kv_offset + kv_length != q_offset + q_length:
         raise ArgumentError(

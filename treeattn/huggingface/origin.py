@@ -100,7 +100,7 @@ class Origin:
             self.begins = begins
         elif self.begins is not None:
             self.begins = np.where(self.begins < gone, self.begins, begins + gone)
-        self.compared = True
+        self.compared = self.begins is not None
 
     def known_begins(self, at: int) -> torch.Tensor | None:
         """int64 [rows], where all have begun before slot `at` and an earlier step has told: a mask of what
@@ -206,8 +206,8 @@ def config_digest(config: Any) -> str:
 
 
 def weights_digest(model: Any) -> str | None:
-    """SHA-256 of what this rank holds of the weights: of each its name, type, shape and 64 elements, evenly
-    spaced; and of the adapters that are active. None where some are not in memory, or cannot be read."""
+    """SHA-256 of what this rank holds of the weights: of each its name, type, shape and up to 64 elements;
+    and of the adapters that are active. None where some are not in memory, or cannot be read."""
     model = getattr(model, "_orig_mod", model)  # of torch.compile
     model = getattr(model, "get_base_model", lambda: model)()  # of PEFT, whose generate() is that of this one
     digest, drawn = hashlib.sha256(), []
@@ -216,7 +216,8 @@ def weights_digest(model: Any) -> str | None:
             if isinstance(held, torch.Tensor) and not held.is_meta and not held.is_quantized:
                 digest.update(f"{name} {held.dtype} {list(held.shape)};".encode())
                 elements = held.detach().reshape(-1).view(torch.uint8).view(-1, held.element_size())
-                drawn.append(elements[:: max(1, -(-len(elements) // _ELEMENTS))].flatten())
+                # An odd stride: not down one column.
+                drawn.append(elements[:: -(-len(elements) // _ELEMENTS) | 1].flatten())
             elif isinstance(held, str | bytes | int | float | torch.dtype | None):
                 digest.update(f"{name} {held!r};".encode())
             else:

@@ -59,6 +59,9 @@ def prefill(
 def _prefill(model: Any, ids: torch.Tensor, cache: ShardedKV, attention_mask: torch.Tensor | None) -> None:
     comm, tokens = cache.comm, ids.shape[1]
     with Agreement(comm):
+        text = model.config.get_text_config(decoder=True)
+        if text._attn_implementation != "treeattn":
+            raise ArgumentError("load the model with attn_implementation='treeattn'")
         slots, parts = cache.get_seq_length(), getattr(model, "tp_size", None) or 1
         for problem, found in {
             "weights that are tensor parallel compute every token on all ranks": parts > 1,
@@ -73,7 +76,6 @@ def _prefill(model: Any, ids: torch.Tensor, cache: ShardedKV, attention_mask: to
         own = torch.arange(comm.rank, tokens, comm.size)
         places = own[None] if begins is None else (own[None] - begins[:, None]).clamp(0)
         length = tokens if begins is None else tokens - int(begins.min())
-        text = model.config.get_text_config(decoder=True)
         if _frequencies(text, int(places.max()) + 1) != _frequencies(text, length):
             raise ArgumentError(
                 "the rotary frequencies of this model depend on the length of the text, of which ranks see "

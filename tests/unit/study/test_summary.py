@@ -60,6 +60,14 @@ def test_which_others_may_be_the_fastest():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("seed", [43, 57, 60])
+def test_the_fastest_and_the_baseline_have_one_verdict(seed):
+    """Whichever of them the others are compared with: here the two families of tests would differ."""
+    times = {SUM: 100.0, "chain": 98.0, "bine": 98.0, "ring": 140.0, "hierarchical": 130.0}
+    first, *others = summarise(rows(times, seed=seed))
+    assert of(others)[SUM]["like_fastest"] == (first["verdict"] == "not told apart")
+
+
 def test_a_case_has_one_baseline_of_all_transports():
     """The faster of two libraries' sums, so that one scale orders all rows; peer memory has no sum."""
     found = []

@@ -76,7 +76,9 @@ def summarise(rows: Iterable[Row], baseline: str | None = None, tested: bool = T
         ordered = sorted(of_case, key=lambda key: _order(of_case[key]))
         if tested:
             for key, one in _against(case, ordered[0]).items():
-                told = one["verdict"] in ("faster", "slower")
+                first = of_case[ordered[0]]  # of which a pair with the baseline has its verdict already
+                pair = first if of_case[key]["label"] == first["baseline"] else one
+                told = pair["verdict"] in ("faster", "slower")
                 able = of_case[key]["blocks"] >= fewest(len(case) - 1)
                 of_case[key]["like_fastest"] = not told if told or able else None
         found += [of_case[key] for key in ordered]
