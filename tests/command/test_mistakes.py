@@ -43,6 +43,7 @@ BAD = {
         --head-dim 7                                        | head_dim 7 is not supported
         --bytes 8:1Mi:2                                     | or FIRST:LAST:xFACTOR
         --bytes 64 --heads 4                                | --bytes says how many a reduction has
+        --schemes chain,kv_ring --bytes 64                  | kv_ring: attends while it communicates
         --library-algorithm ring                            | 2 ranks or more
         --library-algorithm ring --device cuda              | --device cpu
         --out /nowhere/at/all.jsonl                         | cannot be written

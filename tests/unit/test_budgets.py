@@ -19,13 +19,13 @@ from treeattn.cli import commands
 ROOT = Path(__file__).resolve().parents[2]
 #: Folders -> lines of Python.
 LINES = {
-    ("treeattn", "collectives"): 33_846,
-    ("tests",): 35_084,
+    ("treeattn", "collectives"): 33_851,
+    ("tests",): 35_087,
     ("benchmarks",): 1_956,
     ("tools",): 443,
     ("jobs",): 1_037,
 }
-STATEMENTS = 20_185  # of the package
+STATEMENTS = 20_190  # of the package
 WORDS = 21_998  # of docs and README
 COMMANDS = 16
 OPTIONS = {"compare": 16, "simulate": 14, "generate": 12}

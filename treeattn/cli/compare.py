@@ -223,6 +223,9 @@ def _keys(
         tokens, sizes = (4096, 65536), (8192,)
     if not tokens and (lists["heads"] or lists["kv_heads"]):
         raise ArgumentError("--heads, --kv-heads are of whole steps: --bytes says how many a reduction has")
+    rings = [name for name, row in rows.items() if row.fused and schemes]
+    if rings and not tokens:
+        raise ArgumentError(f"{', '.join(rings)}: attends while it communicates: give --seq-len")
     shared = lists["dtype"], lists["batch"], lists["queries"]
     widths = lists["head_dim"] or [126], lists["head_dim"] or [128]
     cases: list[tuple[Any, ...]] = []

@@ -72,6 +72,8 @@ def headline(fastest: str, number: str, rows: Sequence[Mapping[str, Any]], scatt
     said = f"fastest here: {fastest}{' (each rank ends with its heads alone)' * scattered}, {number}"
     if alike:
         said += f"; cannot be told apart from {', '.join(alike)}"
+    if untold := [row["label"] for row in others if row["like_fastest"] is None]:
+        said += f"; too few blocks to tell it from {', '.join(untold)}"
     return f"{said}; {_because(first, apart[0])}" if apart and first.get("sends") else said
 
 

@@ -47,6 +47,8 @@ def test_a_headline_names_what_is_less_than_of_the_next_that_can_be_told_apart()
     assert headline("ring", "1", [row("ring", None, ring), row("made", False, ours)]).endswith(
         "; not for what it sends: made has no more rounds, nor more between nodes"
     )
+    few = headline("ring", "1", [row("ring", None), row("made", None), row("SUM", None)])
+    assert few == "fastest here: ring, 1; too few blocks to tell it from made, SUM"
 
 
 def test_equal_messages_are_said_once():
