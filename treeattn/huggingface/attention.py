@@ -11,7 +11,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from treeattn.errors import ArgumentError, StateError
 from treeattn.huggingface import flash, latent, plans
 from treeattn.huggingface.layers import NOT_ATTENDED, SlidingWindowLayer, of_handle, updated
-from treeattn.huggingface.mask import Mask, mask, on_host
+from treeattn.huggingface.mask import Mask, late_begins, mask
 from treeattn.huggingface.plans import Scoring
 from treeattn.huggingface.tensors import NO_GRAPH, all_heads, as_rows, finished, torchs_stream
 
@@ -66,7 +66,7 @@ def attention(
         end = layer.slots
         if layer is layer.cache.first and layer.cache.dealt is None and not torch.compiler.is_compiling():
             at, gone = end - query.shape[2], end - key.shape[2]
-            layer.cache.origin.check_padding(on_host(begins), at, len(key), gone)
+            layer.cache.origin.check_padding(late_begins(begins), at, len(key), gone)
     elif layer is not None:
         own, end, new = layer, layer.slots, int(layer is given)  # others share what was appended
         if not new and layer.module is module:  # maybe to other values
@@ -132,7 +132,7 @@ def _attend(
     layer: its handle; k and v are appended to it if `new`, or the latents that they are made of; 0: key and
     value are all there is, and end where the queries do.
     """
-    own, first, scoring = of_handle(layer), on_host(begins), Scoring(scale, window, softcap)
+    own, first, scoring = of_handle(layer), late_begins(begins), Scoring(scale, window, softcap)
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
     by_heads, latents, added = False, None, tuple[Any, ...]()
     if own is not None:

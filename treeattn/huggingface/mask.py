@@ -114,7 +114,7 @@ def begins_of(attention_mask: torch.Tensor, end: int) -> torch.Tensor:
     return begins
 
 
-def on_host(begins: torch.Tensor | None) -> Any:
+def late_begins(begins: torch.Tensor | None) -> Any:
     """int64 [batch], or None where no sequence begins later than the first key."""
     return None if begins is None or not begins.any() else begins.numpy()
 

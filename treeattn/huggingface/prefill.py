@@ -9,7 +9,7 @@ import torch
 from treeattn.decoder import Prefill
 from treeattn.errors import ArgumentError
 from treeattn.huggingface import flash
-from treeattn.huggingface.mask import begins_of, on_host
+from treeattn.huggingface.mask import begins_of, late_begins
 from treeattn.huggingface.plans import Scoring
 from treeattn.huggingface.tensors import as_rows, as_tensor, finished
 from treeattn.mpi.communicators import Agreement
@@ -114,7 +114,7 @@ class Dealt:
 
     def __init__(self, comm: Any, tokens: int, begins: torch.Tensor | None) -> None:
         self.tokens, self._comm = tokens, comm
-        self._begins = on_host(begins)
+        self._begins = late_begins(begins)
         self._planned: dict[Any, Prefill] = {}
 
     def last(self, own: torch.Tensor, count: int) -> torch.Tensor:
