@@ -46,8 +46,9 @@ def test_decode_takes_the_same_path_as_on_a_cpu(tmp_path, commands, ranks):
     out, facts = tmp_path / "out.safetensors", tmp_path / "facts.json"
     words = ("--layout", "zigzag", "--check", "--repeat", 2, "--out", out)
     done = treeattn(*commands["decode"], *words, "--json", facts, ranks=ranks, emulated=True)
-    said = "treeattn: records travel from GPU to GPU by peer memory (transport='peer')\n"
-    assert done.stderr == said * (ranks > 1)
+    said = "treeattn: records travel from GPU to GPU by peer memory (transport='peer')"
+    # Where it takes longer than two seconds it says how far it is.
+    assert [line for line in done.stderr.splitlines() if not line.endswith(" steps")] == [said] * (ranks > 1)
     found = load_file(out)
     CASE.check(found["out"], found["lse"], tensor_cores=True)
     (row,) = json.loads(facts.read_text())["results"]
