@@ -1,8 +1,6 @@
 """Thousands of tests stay in memory from their collection on: the garbage collector need not look at them,
 neither while they are collected nor while they run. A run of many files ends with the slowest of them."""
 
-from __future__ import annotations
-
 import gc
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Where these tests can run, and how they start a cluster."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

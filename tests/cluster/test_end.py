@@ -1,7 +1,5 @@
 """However a cluster ends, nothing of it stays: no process, namespace, link, mount or file."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Nodes are separate machines to MPI, on links as slow as asked for."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

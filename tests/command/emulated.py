@@ -4,8 +4,6 @@ EMULATED_GPUS: how many it has; EMULATED_NCCL: the minor version of an NCCL 2 th
 EMULATED_CUDA_MPI: the MPI library says that it takes the memory of GPUs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Starts the real command as real processes, with a deadline that ends all of them, or calls it in one."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -1,7 +1,5 @@
 """Decoders that nobody closes use up what the MPI library has; the error says what to do."""
 
-from __future__ import annotations
-
 import pytest
 
 from .launch import mpiexec, run

@@ -5,8 +5,6 @@ registers, resident blocks, stack, shared memory and instructions. With `--write
 them that the tests look at, and writes anew what these cost, to `costs.json` beside this file.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

@@ -5,8 +5,6 @@ some 20 instructions one behind the other; code that was not run lately is fetch
 of loads that has to come back before the next can be sent is a latency of memory.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import importlib.util

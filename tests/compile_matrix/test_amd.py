@@ -3,8 +3,6 @@
 hipcc is such a clang, and so is HIPRTC; this one knows newer GPUs than hipcc there.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import shutil

@@ -1,7 +1,5 @@
 """What every architecture's compiler makes of the kernels, without a GPU."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -3,8 +3,6 @@
 One ptxas made such code of a copy with a cache policy, and a GPU stopped at an illegal instruction.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

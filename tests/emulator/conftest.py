@@ -1,7 +1,5 @@
 """For the tests of this folder: a compiler, without which they are skipped, and a GPU."""
 
-from __future__ import annotations
-
 import pytest
 
 from treeattn.backends.cuda import cupy_runtime

@@ -4,8 +4,6 @@ That each number is right is asked of the kernels themselves (test_attention.py,
 faults may leave all numbers right on some machine, on some day: the emulator or a sanitizer has to see them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple

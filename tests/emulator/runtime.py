@@ -1,7 +1,5 @@
 """A `treeattn.backends.cuda.runtime.Runtime` that executes the CUDA sources on the processor."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import functools

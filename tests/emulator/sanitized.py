@@ -4,8 +4,6 @@ Usage: python sanitized.py SANITIZER WHAT, where WHAT is a kernel of faults.cu o
 fault or "clean", work for the real kernels: fma_plain:clean, mma_plain:short_wait, pull:one_set, ...
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The attention kernels on the emulator: what every backend promises, and what a launch does."""
 
-from __future__ import annotations
-
 import itertools
 import weakref
 from typing import Any

@@ -1,7 +1,5 @@
 """`treeattn.decode` and `Decoder` with device="cuda", one rank, on the emulator: the same table of cases."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """What the emulator catches by itself: planted faults change values or are reported with their place."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A model on one emulated GPU: what is not served, and no array in the wrong place."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`make gpu` on the emulator: every kind of shape over a few tokens; families that fail or hang."""
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Kernels of latent attention: which are chosen, how often they are launched, and what none serves."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The kernel that pulls records out of other ranks' memory; ranks are threads."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What is done with records on the emulator, and what no other backend has of it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

@@ -3,8 +3,6 @@
 Tiny shapes, each in a process of its own that starts with the sanitizer's library.
 """
 
-from __future__ import annotations
-
 import functools
 import os
 import shutil

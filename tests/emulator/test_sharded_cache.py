@@ -1,7 +1,5 @@
 """A sharded cache that lies on the device: what is appended, chosen, grown, saved and read again."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A planned step as one C call: its results, and what it costs the host, which may only fall."""
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import weakref

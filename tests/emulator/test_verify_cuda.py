@@ -1,7 +1,5 @@
 """Token trees verified with device="cuda", one rank, on the emulator."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What queries see, on the emulator: tables that follow the steps, and nothing that is not seen."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

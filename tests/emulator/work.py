@@ -4,8 +4,6 @@ Each kind of work is called with a runtime and the kernel, "fma" or "mma"; it re
 launches.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

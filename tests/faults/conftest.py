@@ -1,7 +1,5 @@
 """Where `TREEATTN_FAULTS` names a file, as `make faults` does: how long each row took is written there."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

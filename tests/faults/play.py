@@ -1,7 +1,5 @@
 """Plays one row: starts the job, lets the fault befall it at a drawn moment, and looks at how it ends."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import time

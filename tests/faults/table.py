@@ -1,7 +1,5 @@
 """The table of faults: each row is a fault, where it befalls a job, and what one sees of it."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import signal

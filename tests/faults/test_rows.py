@@ -1,7 +1,5 @@
 """Every row of the table, done for real; `make faults` notes how long they take."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 

@@ -3,8 +3,6 @@
 python -m tests.faults.told_calls WORDS, with `mpi_calls.c` preloaded from PRELOADED
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import runpy

@@ -1,7 +1,5 @@
 """Every kind of input: valid examples, how they are damaged, and the reader that users meet."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

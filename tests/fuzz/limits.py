@@ -1,7 +1,5 @@
 """What reading one file may take: so much processor time and memory."""
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import signal

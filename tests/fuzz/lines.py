@@ -1,7 +1,5 @@
 """Command lines of one rank: valid ones over small files, and what becomes of a damaged one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

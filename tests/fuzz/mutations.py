@@ -1,7 +1,5 @@
 """Drawn damage to valid files: of bytes, of text, of the tree in JSON, of safetensors headers."""
 
-from __future__ import annotations
-
 import copy
 import json
 import random

@@ -1,7 +1,5 @@
 """How long a fuzzer looks: `make fuzz` at the same cases always, FUZZ=100 at a hundred times as many new."""
 
-from __future__ import annotations
-
 import os
 
 from hypothesis import HealthCheck, Phase, settings

@@ -1,7 +1,5 @@
 """Damaged files of every kind: a good result or one line, in bounded time and memory."""
 
-from __future__ import annotations
-
 import io
 import struct
 import warnings

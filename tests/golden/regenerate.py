@@ -3,8 +3,6 @@
 The tests compare with these files; look at the difference before committing it.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

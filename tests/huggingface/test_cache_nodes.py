@@ -1,7 +1,5 @@
 """Models of transformers whose keys and values lie on cache nodes: the text of transformers alone."""
 
-from __future__ import annotations
-
 import pytest
 
 transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")

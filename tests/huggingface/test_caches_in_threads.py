@@ -1,8 +1,6 @@
 """Threads of one process: each with a cache of its own writes the texts it would write alone; a second one in
 the same cache, or over the same communicator of several ranks, is refused before it sends anything."""
 
-from __future__ import annotations
-
 import math
 import threading
 

@@ -1,7 +1,5 @@
 """Every way of generate() goes on as with transformers' own attention, and all ranks alike."""
 
-from __future__ import annotations
-
 import pytest
 
 transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")

@@ -1,7 +1,5 @@
 """The examples in the docstrings of `treeattn.huggingface`, on every rank."""
 
-from __future__ import annotations
-
 import pytest
 
 transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")

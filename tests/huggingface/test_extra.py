@@ -1,8 +1,6 @@
 """Without torch, or with another transformers, the import says in one line what to install; tensors of torch
 are decoded where the models are, since to load it takes seconds."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types

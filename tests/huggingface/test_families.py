@@ -1,7 +1,5 @@
 """Families of models over a sharded cache have the tokens and logits of transformers' own attention."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

@@ -1,8 +1,6 @@
 """Prompts that torch's kernel attends to, block by block: our merge joins what it gives. On processors it is
 dense here."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Latents of DeepSeek's kind lie in a cache in place of the keys and values of all heads."""
 
-from __future__ import annotations
-
 import pytest
 
 transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")

@@ -1,8 +1,6 @@
 """Models whose keys and values lie on GPUs, which are emulated: no tensor goes by the host unasked.
 test_families.py has their logits."""
 
-from __future__ import annotations
-
 import re
 from types import SimpleNamespace
 

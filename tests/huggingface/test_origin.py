@@ -1,7 +1,5 @@
 """A saved cache is continued by the text and the weights it was made of, and by no others."""
 
-from __future__ import annotations
-
 import pytest
 
 transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")

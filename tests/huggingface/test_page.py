@@ -1,7 +1,5 @@
 """The programs of "Your model over many machines" and of the page on cache nodes, as they stand there."""
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

@@ -1,7 +1,5 @@
 """Prompts of all lengths leave few plans behind."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")

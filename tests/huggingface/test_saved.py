@@ -1,7 +1,5 @@
 """A prompt that was computed once is continued by other ranks, and by cache nodes."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")

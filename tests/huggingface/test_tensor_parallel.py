@@ -1,7 +1,5 @@
 """Weights by heads and the cache by tokens, over the same ranks."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")

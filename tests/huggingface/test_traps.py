@@ -1,8 +1,6 @@
 """What would give another text is an error in one line, on all ranks; what transformers asks of a cache is
 told in slots of the whole sequence."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

@@ -5,8 +5,6 @@ with its traceback and fails the test on all; a rank that does not come back end
 (a waiting rank cannot be interrupted by pytest's own time limit).
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

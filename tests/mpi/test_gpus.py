@@ -3,8 +3,6 @@
 Each rank has an emulated GPU, whose arrays are NumPy's; shared memory stands for CUDA IPC, MPI for NCCL.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import threading

@@ -1,7 +1,5 @@
 """What the paper's equations say of memory and traffic, held against real ranks."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import pytest

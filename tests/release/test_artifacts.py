@@ -1,7 +1,5 @@
 """The wheel and the sdist of this commit, as they would be published: what `make release-check` runs."""
 
-from __future__ import annotations
-
 import configparser
 import os
 import re

@@ -1,7 +1,5 @@
 """Runs on node0 of an emulated cluster with a real Slurm on its four nodes: `make slurm-test` starts both."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

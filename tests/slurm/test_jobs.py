@@ -1,7 +1,5 @@
 """Every job script, submitted for real: as it should go, cut off, and with nodes that die or are missing."""
 
-from __future__ import annotations
-
 import csv
 import errno
 import importlib.util

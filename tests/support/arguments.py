@@ -1,7 +1,5 @@
 """Drawn arguments by name, put into the value objects that the verbs take."""
 
-from __future__ import annotations
-
 from dataclasses import fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What attention of every backend promises: a subclass for each backend runs the same cases."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -3,8 +3,6 @@
 The folder lies in the checkout: `make clean` removes it, and a CI service may keep it from run to run.
 """
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import hashlib

@@ -5,8 +5,6 @@ attention and of its mask) is wrapped on the way in and unwrapped on the way bac
 at it from the host: what would copy a real one implicitly, or fail, raises.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """How many cases are drawn: always the same ones, and more or all of them in a deep run."""
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Problems of energies, and their results by definition over all keys."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

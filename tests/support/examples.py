@@ -1,7 +1,5 @@
 """Examples in docstrings, run by doctest."""
 
-from __future__ import annotations
-
 import doctest
 import inspect
 from typing import Any

@@ -1,7 +1,5 @@
 """Arrays of made-up libraries: no more than the one protocol by which they hand out their memory."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What attention on a GPU promises beyond the contract of every backend: on the emulator, and on hardware."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A machine as Linux would show it, in a folder: two sockets, two network cards with a link, one without."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 #: Cores of each socket, so that a machine of two cores has one on each.

@@ -5,8 +5,6 @@ models are initialised with, most wrong models give the right tokens. `tests/gol
 asked Hugging Face for their logits.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Published algorithms in the formats that others describe collectives in, written after those formats."""
 
-from __future__ import annotations
-
 # One step of MSCCL's XML: type, source and destination ("s3": scratch, chunk 3), who it waits for ("2.1":
 # step 1 of thread block 2; or nobody).
 Step = tuple[str, str, str, str]

@@ -1,7 +1,5 @@
 """A rank's share of a problem, and the bits and errors that all ranks of a job must have in common."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable
 from typing import Any

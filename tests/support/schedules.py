@@ -1,7 +1,5 @@
 """Schedules to test with: of the catalogue, drawn to be correct by construction, and mutations of them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple

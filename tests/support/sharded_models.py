@@ -1,7 +1,5 @@
 """What a model over a sharded cache is held to, whoever started its ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

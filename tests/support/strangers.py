@@ -1,7 +1,5 @@
 """Somebody else on the network of a job, who connects to every port that its ranks hold."""
 
-from __future__ import annotations
-
 import os
 import socket
 import struct

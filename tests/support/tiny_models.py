@@ -1,7 +1,5 @@
 """Models of transformers with few, drawn weights, and what they do by themselves to compare with."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

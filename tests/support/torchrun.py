@@ -1,7 +1,5 @@
 """Ranks of torch.distributed as torchrun starts them, for tests and without MPI."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import socket

@@ -3,8 +3,6 @@
 An issue that adds a feature states what it takes; whoever raises a number here says why in the changelog.
 """
 
-from __future__ import annotations
-
 import ast
 import os
 import subprocess

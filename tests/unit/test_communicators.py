@@ -1,7 +1,5 @@
 """What the MPI library says of device pointers, asked of libraries that answer in each known way."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the documents show is what happens: their Python runs, their commands print what they say."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Names resolve in a bare checkout, and only under the package's own name."""
 
-from __future__ import annotations
-
 import configparser
 import re
 import shutil

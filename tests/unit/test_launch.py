@@ -1,7 +1,5 @@
 """What the variables of launchers say, and what is said where they say something else than MPI."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -3,8 +3,6 @@
 No time is taken here: these are the results in docs/results. New ones may want another page.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """The version and the dependencies stand in setup.cfg, and whatever else names them agrees."""
 
-from __future__ import annotations
-
 import configparser
 import re
 from pathlib import Path

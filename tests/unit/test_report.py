@@ -1,7 +1,5 @@
 """Reports: the same rows as a table and as JSON, and colours for terminals alone."""
 
-from __future__ import annotations
-
 import io
 import json
 import time

@@ -4,8 +4,6 @@
 NumPy is all that this needs. ``python conformance.py --write`` draws the vectors anew.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable, Iterator

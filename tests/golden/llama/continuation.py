@@ -1,7 +1,5 @@
 """How Hugging Face's model goes on, greedily, whatever its end of text."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

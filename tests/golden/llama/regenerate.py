@@ -4,8 +4,6 @@ Needs the extra `oracle`; what it said is committed beside it, in logits.npz: fo
 chose after the prompt, and the logits of the first steps.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

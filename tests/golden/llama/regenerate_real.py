@@ -6,8 +6,6 @@ by how much the likeliest logit was ahead of the next at the closest of these ch
 tokens of a page, as notes of another day, and then the wish for a story about an ant.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

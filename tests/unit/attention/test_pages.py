@@ -1,7 +1,5 @@
 """Block tables: what is read of them, and what cannot be."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Every build of the CPU's kernels that this machine can run."""
 
-from __future__ import annotations
-
 import pytest
 
 from treeattn.backends import cpu

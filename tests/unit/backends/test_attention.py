@@ -1,7 +1,5 @@
 """Attention on the processor: NumPy, and C of every instruction set, reading one stream and four."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What the NVIDIA driver is asked, against libraries that pretend to be one."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 

@@ -1,7 +1,5 @@
 """What is said where the GPU path cannot work, that it is looked for only when asked, and what is called."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from types import MethodType, SimpleNamespace

@@ -1,7 +1,5 @@
 """The signatures that fakes of CuPy keep to are those of the CuPy that is installed; no GPU is needed."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Arrays that are put one behind the other are what they were, and lie as lines of memory do."""
 
-from __future__ import annotations
-
 import itertools
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """How splits are chosen."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The doctor's findings about GPUs on machines that have all, some or none of what one needs."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

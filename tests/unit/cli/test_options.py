@@ -1,7 +1,5 @@
 """Values of options, groups of options, and where results go."""
 
-from __future__ import annotations
-
 import click
 import pytest
 from click.testing import CliRunner

@@ -1,7 +1,5 @@
 """The command measures only when all else is known that its results say."""
 
-from __future__ import annotations
-
 import pytest
 
 from treeattn.cli import roofline as command

@@ -1,7 +1,5 @@
 """What commands write on."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

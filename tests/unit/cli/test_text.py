@@ -1,7 +1,5 @@
 """What is printed of tokens that are parts of characters, and what a tokenizer is asked for."""
 
-from __future__ import annotations
-
 import pytest
 from tokenizers import Tokenizer as Made
 from tokenizers import decoders, models, pre_tokenizers

@@ -3,8 +3,6 @@
 A row added to the catalogue is tested by everything that uses these, with no test to edit.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -3,8 +3,6 @@
 It knows the memory model of C11, not only what the processor at hand forgives.
 """
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What is asked of NCCL, with a module in its place that writes it down."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

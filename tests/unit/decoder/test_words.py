@@ -1,7 +1,5 @@
 """What is said in the words of other libraries is taken, or told in ours."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """What an emulated cluster is asked for, and what it refuses: all that needs no root."""
 
-from __future__ import annotations
-
 import os
 import runpy
 import shutil

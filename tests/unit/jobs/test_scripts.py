@@ -3,8 +3,6 @@
 `tests/slurm` submits them to a real Slurm. Here programs of its names stand in, on real ranks of mpiexec.
 """
 
-from __future__ import annotations
-
 import csv
 import os
 import re

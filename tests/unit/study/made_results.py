@@ -1,7 +1,5 @@
 """Results files with made-up times, for readers to be tested on: nothing in them was measured."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Every mistake that people make with partial results is planted, and named with its rank."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

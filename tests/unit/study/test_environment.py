@@ -1,7 +1,5 @@
 """What reports say of where ranks ran: which share a machine, and whether they share its cores."""
 
-from __future__ import annotations
-
 from treeattn.study.environment import _machine, node_load
 
 

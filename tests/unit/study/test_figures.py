@@ -1,7 +1,5 @@
 """Figures, by what their axes hold: which lines, of which points, with which ends."""
 
-from __future__ import annotations
-
 import made_results
 import pandas
 import pytest

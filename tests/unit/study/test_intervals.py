@@ -1,7 +1,5 @@
 """Intervals of predictions against what they must be where errors are known."""
 
-from __future__ import annotations
-
 from itertools import product
 from math import exp, isclose, log
 

@@ -1,7 +1,5 @@
 """In which order the stopwatch of benchmarks/gpu_laps.py speaks to CuPy, on a GPU that is made up."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import gpu_laps

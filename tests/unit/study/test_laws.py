@@ -1,7 +1,5 @@
 """The paper's laws, against its own numbers and against what our schedules send."""
 
-from __future__ import annotations
-
 from collections import Counter
 from fractions import Fraction
 

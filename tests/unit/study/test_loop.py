@@ -1,7 +1,5 @@
 """What is made of the instants that ranks note, each by a clock of its own."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from treeattn.study.compare.clock import Offset, on_common_clock

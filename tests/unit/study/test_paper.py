@@ -1,7 +1,5 @@
 """The paper's experiments: every number of the models worked out once more, from other formulas."""
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What `compare` predicts: every executor that a cluster has prices of, by the name that ran it."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

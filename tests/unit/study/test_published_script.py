@@ -1,7 +1,5 @@
 """benchmarks/published.py on a machine that is made up: what the simulator says is what is found again."""
 
-from __future__ import annotations
-
 import csv
 import json
 import subprocess

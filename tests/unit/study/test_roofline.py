@@ -1,7 +1,5 @@
 """The roofline's numbers are real: they follow the work, and nothing is measured without kernels."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """The file of results: every reader finds the same table in it, and a run that was cut off goes on."""
 
-from __future__ import annotations
-
 import json
 from contextlib import closing
 from pathlib import Path

@@ -1,7 +1,5 @@
 """NCCL's sum by an algorithm that is named when the job is started; a stand-in writes NCCL's trace."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from types import SimpleNamespace

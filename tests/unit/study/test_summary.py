@@ -1,7 +1,5 @@
 """Verdicts and intervals: held to scipy, to what is known of the methods, and to made-up truths."""
 
-from __future__ import annotations
-
 import math
 import random
 import sys

@@ -1,7 +1,5 @@
 """What is measured, in which order, and how many messages that is."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import made_results

@@ -1,7 +1,5 @@
 """Which scheme is fastest and what it sends less of, counted by hand."""
 
-from __future__ import annotations
-
 from treeattn.collectives import Schedule, Transfer, build
 from treeattn.study.why import counts, equal_messages, headline
 

@@ -1,7 +1,5 @@
 """Packing written to be obviously right, a dictionary of prefixes for each batch row; and beams to pack."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from hypothesis import strategies as st
