@@ -1,7 +1,6 @@
 """``tools/convert_gguf.py``: a tiny model, written as GGUF here, is the model that it was."""
 
 import contextlib
-import dataclasses
 import io
 import runpy
 import sys
@@ -10,6 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from mpi4py import MPI
+from msgspec import structs
 from safetensors.numpy import load_file, save_file
 from tokenizers import pre_tokenizers
 
@@ -128,7 +128,7 @@ def test_a_model_comes_through_as_it_was(tmp_path, name):
         np.testing.assert_array_equal(got[tensor], values, err_msg=tensor)
     config = read_config(original)
     rounded = float(np.float32(config.rms_norm_eps))  # as GGUF holds it
-    assert read_config(made) == dataclasses.replace(config, rms_norm_eps=rounded)
+    assert read_config(made) == structs.replace(config, rms_norm_eps=rounded)
     np.testing.assert_array_equal(logits(made), logits(original))
 
 

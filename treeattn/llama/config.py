@@ -6,172 +6,126 @@ What would give other logits than transformers has is refused by its name.
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, field, structs
 
 from treeattn.attention.shape import Shape
 from treeattn.errors import ArgumentError
 
 _ARCHITECTURE = "LlamaForCausalLM"
 
+_Whole = Annotated[int, Meta(ge=1)]
+_Number = Annotated[float, Meta(gt=0, lt=1e30)]
+_Token = Annotated[int, Meta(ge=0)]
 
-@dataclass(frozen=True, slots=True)
-class Rope:
+
+class Rope(msgspec.Struct, frozen=True):
     """Rotary position embedding; kind: default, linear or llama3, whose factors stretch long waves."""
 
-    kind: str
-    theta: float
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_position_embeddings: int = 0
+    kind: str = field(name="rope_type", default="default")
+    theta: _Number = field(name="rope_theta", default=10000.0)
+    factor: _Number = 1.0
+    low_freq_factor: _Number = 1.0
+    high_freq_factor: _Number = 1.0
+    original_max_position_embeddings: _Whole = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Config:
+class Config(msgspec.Struct, frozen=True):
     """The shape of a Llama; eos: the tokens that end a text."""
 
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    vocab_size: int
-    rms_norm_eps: float
-    max_position_embeddings: int
-    tied: bool
-    attention_bias: bool
-    mlp_bias: bool
-    eos: tuple[int, ...]
-    rope: Rope
+    hidden_size: _Whole
+    intermediate_size: _Whole
+    layers: _Whole = field(name="num_hidden_layers")
+    heads: _Whole = field(name="num_attention_heads")
+    vocab_size: _Whole
+    kv_heads: _Whole = field(name="num_key_value_heads", default=0)
+    head_dim: _Whole = 0
+    rms_norm_eps: _Number = 1e-6
+    max_position_embeddings: _Whole = 2048
+    tied: bool = field(name="tie_word_embeddings", default=False)
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    eos: tuple[_Token, ...] = field(name="eos_token_id", default=())
+    rope: Rope = field(name="rope_parameters", default=Rope())
 
 
-#: What a field's value must be: the test, and its words.
-_WHOLE = (lambda value: type(value) is int and value >= 1, "a positive whole number")
-_NUMBER = (lambda value: type(value) in (int, float) and 0 < value < 1e30, "a number above 0")
-_FLAG = (lambda value: type(value) is bool, "true or false")
-_TOKENS = (
-    lambda value: all(type(token) is int and token >= 0 for token in _listed(value)),
-    "a token or a list of them",
-)
-
-
-class _Fields(dict[str, Any]):
-    """A JSON object whose errors name file and field."""
-
-    def __init__(self, path: Path, values: dict[str, Any], prefix: str = "") -> None:
-        super().__init__(values)
-        self.path, self.prefix = path, prefix
-
-    def refuse(self, name: str, why: str) -> ArgumentError:
-        return ArgumentError(f"{self.path}: {self.prefix}{name} {why}")
-
-    def take(self, name: str, wanted: tuple[Any, str], default: Any = None) -> Any:
-        value = default if self.get(name) is None else self[name]
-        if not wanted[0](value):
-            raise self.refuse(name, f"must be {wanted[1]}, not {value!r:.40}")
-        return value
-
-
-def _listed(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+#: What each kind of rope states.
+_STATED = {"default": (), "linear": ("factor",), "llama3": Rope.__struct_fields__[2:]}
 
 
 def read_config(directory: str | Path) -> Config:
     """The configuration of the model in a directory; an `ArgumentError` names file and field."""
     path = Path(directory) / "config.json"
-    fields = _read(path)
-    _check_architecture(fields)
-    hidden, heads = fields.take("hidden_size", _WHOLE), fields.take("num_attention_heads", _WHOLE)
-    config = Config(
-        hidden_size=hidden,
-        intermediate_size=fields.take("intermediate_size", _WHOLE),
-        layers=fields.take("num_hidden_layers", _WHOLE),
-        heads=heads,
-        kv_heads=fields.take("num_key_value_heads", _WHOLE, heads),
-        head_dim=fields.take("head_dim", _WHOLE, hidden // heads),
-        vocab_size=fields.take("vocab_size", _WHOLE),
-        rms_norm_eps=float(fields.take("rms_norm_eps", _NUMBER, 1e-6)),
-        max_position_embeddings=fields.take("max_position_embeddings", _WHOLE, 2048),
-        tied=fields.take("tie_word_embeddings", _FLAG, False),
-        attention_bias=fields.take("attention_bias", _FLAG, False),
-        mlp_bias=fields.take("mlp_bias", _FLAG, False),
-        eos=_eos(path.with_name("generation_config.json"), fields),
-        rope=_rope(fields),
-    )
-    if config.heads % config.kv_heads:
-        raise fields.refuse("num_key_value_heads", f"{config.kv_heads} does not divide {config.heads} heads")
+    values = _read(path)
     try:
-        Shape(1, 1, config.heads, config.kv_heads, config.head_dim, "float32")
-    except ArgumentError as error:
+        _check_architecture(values)
+        generation = path.with_name("generation_config.json")
+        eos = (_read(generation) if generation.exists() else {}).get("eos_token_id")  # which goes first
+        eos = values.get("eos_token_id", ()) if eos is None else eos
+        named = {"eos_token_id": (eos,) if isinstance(eos, int) else eos, "rope_parameters": _rope(values)}
+        config = msgspec.convert(values | named, Config)
+        heads, kv_heads = config.heads, config.kv_heads or config.heads
+        if heads % kv_heads:
+            raise ArgumentError(f"num_key_value_heads {kv_heads} does not divide {heads} heads")
+        if config.rope.kind == "llama3" and config.rope.low_freq_factor >= config.rope.high_freq_factor:
+            raise ArgumentError("low_freq_factor of rope_type llama3 must be below its high_freq_factor")
+        head_dim = config.head_dim or config.hidden_size // heads
+        Shape(1, 1, heads, kv_heads, head_dim, "float32")
+    except (ArgumentError, msgspec.ValidationError) as error:
         raise ArgumentError(f"{path}: {error}") from None
-    return config
+    return structs.replace(config, kv_heads=kv_heads, head_dim=head_dim)
 
 
-def _read(path: Path) -> _Fields:
+def _read(path: Path) -> dict[str, Any]:
+    """An object of JSON, without what is null in it."""
     try:
-        values = json.loads(path.read_text())
+        values = msgspec.json.decode(path.read_bytes())
     except OSError as error:
         raise ArgumentError(f"{path}: cannot be read ({error.strerror}): name a model directory") from None
-    except (ValueError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ArgumentError(f"{path}: is not JSON ({error})") from None
     if not isinstance(values, dict):
         raise ArgumentError(f"{path}: is not a JSON object")
-    return _Fields(path, values)
+    return {name: value for name, value in values.items() if value is not None}
 
 
-def _check_architecture(fields: _Fields) -> None:
-    found = fields.get("architectures")
+def _check_architecture(values: dict[str, Any]) -> None:
+    found = values.get("architectures")
     if not isinstance(found, list) or found[:1] != [_ARCHITECTURE]:
-        raise fields.refuse("architectures", f"is {found!r:.60}: only {_ARCHITECTURE} is served")
+        raise ArgumentError(f"architectures is {found!r:.60}: only {_ARCHITECTURE} is served")
     for name, served in (("model_type", "llama"), ("hidden_act", "silu")):
-        if fields.get(name, served) != served:
-            raise fields.refuse(name, f"is {fields[name]!r:.40}: only {served} is served")
-    if fields.get("quantization_config"):
-        raise fields.refuse("quantization_config", "is there: quantised weights are not served")
+        if values.get(name, served) != served:
+            raise ArgumentError(f"{name} is {values[name]!r:.40}: only {served} is served")
+    if values.get("quantization_config"):
+        raise ArgumentError("quantization_config is there: quantised weights are not served")
     # As transformers reads it: layer_types, or without them a window or a chunk that all layers have.
-    types = fields.get("layer_types")
+    types = values.get("layer_types")
     full = isinstance(types, list) and all(kind == "full_attention" for kind in types)
     for name in ("sliding_window", "attention_chunk_size") if types is None else ("layer_types",):
-        if fields.get(name) is not None and not full:
-            raise fields.refuse(name, f"is {fields[name]!r:.60}: only full attention is served")
+        if name in values and not full:
+            raise ArgumentError(f"{name} is {values[name]!r:.60}: only full attention is served")
 
 
-def _eos(path: Path, fields: _Fields) -> tuple[int, ...]:
-    """The tokens of generation_config.json, which win over those of config.json."""
-    stated = _read(path) if path.exists() else fields
-    stated = fields if stated.get("eos_token_id") is None else stated
-    return tuple(_listed(stated.take("eos_token_id", _TOKENS, [])))
-
-
-def _rope(fields: _Fields) -> Rope:
+def _rope(values: dict[str, Any]) -> dict[str, Any]:
     """As transformers 5: rope_scaling goes first, and what it lacks is a field of the configuration
     itself."""
-    name = "rope_scaling" if fields.get("rope_scaling") else "rope_parameters"
-    stated = fields.get(name) or {}
+    name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
+    stated = values.get(name) or {}
     if not isinstance(stated, dict):
-        raise fields.refuse(name, f"must be an object, not {stated!r:.40}")
-    beside = {key: fields.get(key) for key in ("rope_theta", "partial_rotary_factor")}
-    rope = _Fields(fields.path, beside | stated, f"{name}.")
+        raise ArgumentError(f"{name} must be an object, not {stated!r:.40}")
     for key, value in stated.items():
         if isinstance(value, dict):
-            raise rope.refuse(key, "is an object: one rope for all layers is served")
-    kind = stated.get("rope_type", stated.get("type", "default"))
-    theta = float(rope.take("rope_theta", _NUMBER, 10000.0))
-    if kind == "default":
-        return Rope(kind, theta)
-    if kind not in ("linear", "llama3"):
-        raise rope.refuse("rope_type", f"{kind!r:.40} is not served: default, linear and llama3 are")
-    if (part := rope.take("partial_rotary_factor", _NUMBER, 1.0)) != 1:  # which default leaves out
-        raise rope.refuse("partial_rotary_factor", f"is {part}: rope_type {kind} rotates whole heads")
-    if kind == "linear":
-        return Rope(kind, theta, float(rope.take("factor", _NUMBER)))
-    factor, low, high = (
-        float(rope.take(f"{part}factor", _NUMBER)) for part in ("", "low_freq_", "high_freq_")
-    )
-    if low >= high:
-        raise rope.refuse("low_freq_factor", f"{low} must be below high_freq_factor, {high}")
-    return Rope(kind, theta, factor, low, high, rope.take("original_max_position_embeddings", _WHOLE))
+            raise ArgumentError(f"{name}.{key} is an object: one rope for all layers is served")
+    beside = {key: values[key] for key in ("rope_theta", "partial_rotary_factor") if key in values}
+    rope = beside | {key: value for key, value in stated.items() if value is not None}
+    kind = rope.setdefault("rope_type", rope.get("type", "default"))
+    if kind not in tuple(_STATED):
+        raise ArgumentError(f"{name}.rope_type {kind!r:.40} is not served: {', '.join(_STATED)} are")
+    if kind != "default" and (part := rope.get("partial_rotary_factor", 1)) != 1:  # which default leaves out
+        raise ArgumentError(f"{name}.partial_rotary_factor is {part!r:.40}: {kind} rotates whole heads")
+    if lacking := [key for key in _STATED[kind] if key not in rope]:
+        raise ArgumentError(f"{name}.{lacking[0]} is missing, which rope_type {kind} has")
+    return rope

@@ -11,10 +11,11 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from treeattn.attention.positions import as_runs
@@ -58,10 +59,6 @@ class Session:
     drafts : int
         Slots of the trees that `verify` takes. They are reduced by `scheme`, by the default where that
         leaves each rank its heads, and by none that attends while it communicates.
-    temperature : float
-        0 for the likeliest token; above it tokens are drawn, with logits divided by it.
-    seed : int
-        Of what rank 0 draws.
 
     With a model made `reproducible` every logit has the same bits on whatever ranks, layout and scheme, and
     with or without drafts, on like processors.
@@ -83,8 +80,6 @@ class Session:
         scheme: str | Schedule | Reduction | None = None,
         layout: str = "zigzag",
         drafts: int = 0,
-        temperature: float = 0.0,
-        seed: int = 0,
     ) -> None:
         comm, config, sharded = communicators.intracomm(comm), model.config, model.comm is not None
         with Agreement(comm, "Session") as agreed:
@@ -94,9 +89,6 @@ class Session:
             self.comm, self.model, self.capacity = comm, model, capacity
             self.prompt_tokens = _checked_prompt(prompt, capacity, model)
             self.tokens, self.attention_s = len(self.prompt_tokens), 0.0
-            if not 0 <= temperature < np.inf:
-                raise ArgumentError(f"temperature {temperature}: give a number from 0 on, 0 for no sampling")
-            self._temperature, self._generator = temperature, np.random.default_rng(seed)
             self._dtype = model.dtype  # of keys and values, and of the queries that meet them
             if model.comm is not None and not _same_ranks(model.comm, comm):
                 raise ArgumentError("the model's weights are sharded over other ranks than the session's")
@@ -106,11 +98,9 @@ class Session:
                 "the prompt": f"{hashlib.sha256(self.prompt_tokens.tobytes()).hexdigest():.16} (its SHA-256)",
                 "capacity": capacity,
                 "layout": layout,
-                "temperature": temperature,
-                "seed": seed,
                 "sharded weights": sharded,
                 "reproducible": model.reproducible,
-                **{f"the model's {one.name}": getattr(config, one.name) for one in fields(config)},
+                **{f"the model's {name}": value for name, value in structs.asdict(config).items()},
                 "the digest of the model's norms": f"{model.norms_digest:.16}",
             }
         cached: dict[str, Any] = {"kv_heads": config.kv_heads, "head_dim": model.cache_head_dim}
@@ -245,29 +235,18 @@ class Session:
         self.tokens = tokens
 
     def choose(self, logits: Array) -> int:
-        """The next token by logits [vocab_size], as rank 0 sees them. Raises `ArgumentError` for NaN."""
-        chosen = broadcast_from_root(self.comm, lambda: self._chosen(logits), "the token that rank 0 chooses")
+        """The likeliest token by logits [vocab_size], as rank 0 sees them. Raises `ArgumentError` for NaN."""
+        chosen = broadcast_from_root(self.comm, lambda: _likeliest(logits), "the token that rank 0 chooses")
         return int(chosen)
 
     def accept(self, tree: TokenTree, logits: Array) -> Accepted:
         """Which nodes of a tree are kept by logits [drafts, vocab_size] of `verify`, as rank 0 sees them, and
-        the token after them. A token is chosen after every node, so what is kept is the model's, whatever the
-        drafts are."""
+        the token after them: what the model would have said without drafts."""
         return broadcast_from_root(
             self.comm,
-            lambda: accept_greedy(tree, self._chosen(logits)[None], comm=communicators.alone()),
+            lambda: accept_greedy(tree, _likeliest(logits)[None], comm=communicators.alone()),
             "the drafts that rank 0 accepts",
         )
-
-    def _chosen(self, logits: Array) -> Tokens:
-        """Tokens [..] by logits [.., vocab_size]; drawn by adding Gumbel noise, whose largest sum is a sample
-        of the softmax."""
-        if self._temperature:
-            logits = logits / self._temperature + self._generator.gumbel(size=logits.shape)
-        tokens = np.asarray(logits.argmax(-1), np.int64)
-        if np.isnan(np.take_along_axis(logits, tokens[..., None], -1)).any():  # NumPy's largest number
-            raise ArgumentError("logits are NaN: the model's weights, or its sums, overflow")
-        return tokens
 
     def close(self) -> None:
         """Release what was planned. Collective."""
@@ -293,6 +272,14 @@ class Session:
                 f"the first layer has {first} tokens in its cache, the last one {last}: an exception ended a "
                 "prefill or step between them; make a new session"
             )
+
+
+def _likeliest(logits: Array) -> Tokens:
+    """Tokens [..] by logits [.., vocab_size]. Raises `ArgumentError` for NaN."""
+    tokens = np.asarray(logits.argmax(-1), np.int64)
+    if np.isnan(np.take_along_axis(logits, tokens[..., None], -1)).any():  # NumPy's largest number
+        raise ArgumentError("logits are NaN: the model's weights, or its sums, overflow")
+    return tokens
 
 
 def _same_ranks(one: Communicator, other: Communicator) -> bool:
