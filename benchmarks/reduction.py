@@ -57,7 +57,7 @@ def libraries(world, records) -> dict[Case, Callable[[], object]]:
 def cases(world, heads: int, head_dim: int, schemes: list[str]) -> dict[Case, Callable[[], object]]:
     """(scheme, executor) -> a callable that does one reduction."""
     records = np.random.default_rng(world.rank).random((heads, head_dim + 2), np.float32) + 1
-    nodes, oversubscribed = communicators.node_groups(world), communicators.oversubscribed(world)
+    nodes, oversubscribed = world.nodes, communicators.oversubscribed(world)
     executors = {
         "slots": lambda *what: compiled.plan(*what, nodes=nodes, oversubscribed=oversubscribed),
         "program": lambda *what: compiled.plan(*what, oversubscribed=oversubscribed),

@@ -12,7 +12,7 @@ from functools import partial
 from treeattn.collectives.executors.lowering import Planned, Regions, messages_over, plan_program
 from treeattn.collectives.program import Copy, Fold, Instruction, Region, in_place
 from treeattn.collectives.runtime.memory import Memory
-from treeattn.collectives.runtime.operator import ManyOperator, Operator
+from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 
@@ -42,7 +42,7 @@ class Interpreter(Regions):
         """One call where the operator takes several sources that lie in one piece."""
         together = Region(others[0].buffer, others[0].first, sum(other.records for other in others))
         ends = [other.stop for other in others[:-1]]
-        if isinstance(self._operator, ManyOperator) and ends == [other.first for other in others[1:]]:
+        if hasattr(self._operator, "planned_merge_many") and ends == [other.first for other in others[1:]]:
             block = self.array(together).reshape(len(others), into.records, -1)
             yield self._operator.planned_merge_many(self.array(into), block)
         else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -14,8 +14,9 @@ from treeattn.collectives.runtime.memory import Array
 class Operator(Protocol):
     """A commutative, associative merge of records.
 
-    An array of records is C-contiguous with shape [records, width]. The merge must give the same
-    bits whichever operand comes first: schedules of class A and C rest on it.
+    An array of records is C-contiguous with shape [records, width]. The merge must give the same bits
+    whichever operand comes first: schedules of class A and C rest on it. One that folds several arrays in
+    one go has ``planned_merge_many(into, others)``, too: [count, records, width] into [records, width].
     """
 
     #: Element type of a record.
@@ -25,14 +26,6 @@ class Operator(Protocol):
 
     def planned_merge(self, into: Array, other: Array) -> Callable[[], object]:
         """A call that folds `other` into `into`, in place. Both are [records, width] and never move."""
-
-
-@runtime_checkable
-class ManyOperator(Protocol):
-    """An `Operator` that folds several arrays in one go."""
-
-    def planned_merge_many(self, into: Array, others: Array) -> Callable[[], object]:
-        """Fold others[0], others[1], .. into `into`: [count, records, width] into [records, width]."""
 
 
 class OneSidedStep(Protocol):
@@ -89,7 +82,6 @@ class NativeCode(NamedTuple):
     merge: int
 
 
-@runtime_checkable
 class NativeOperator(Operator, Protocol):
     """An operator of records in the memory of the host that compiled code can call without Python."""
 

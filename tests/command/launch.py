@@ -17,6 +17,7 @@ import click
 
 from treeattn import cli
 from treeattn.errors import TreeattnError
+from treeattn.mpi import communicators
 
 from . import waiting_ranks
 
@@ -108,6 +109,7 @@ def in_process(*words: object, code: int | None = 0, **environment: str):
     ):
         warnings.simplefilter("default")
         warnings.showwarning = cli._show_warning
+        communicators._check_started.cache_clear()  # this environment says it anew
         try:
             with waiting_ranks.brief([*map(str, words)]):
                 found = cli._run([*map(str, words)])

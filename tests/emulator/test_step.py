@@ -57,6 +57,13 @@ def test_frames_and_driver_calls_of_a_step(runtime: EmulatorRuntime, way: str) -
         assert runtime.allocations == counted[2]
 
 
+def test_frames_of_a_decode(runtime: EmulatorRuntime) -> None:
+    """It plans anew: what started this process, and what it can run, is not asked again."""
+    arrays = CASE.inputs()[:3]
+    treeattn.decode(*arrays, device="cuda")
+    assert frames(lambda: treeattn.decode(*arrays, device="cuda")) <= 372
+
+
 @pytest.mark.parametrize(
     "case",
     [

@@ -27,7 +27,7 @@ from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.reducers import over_mpi, refuse
 from treeattn.errors import TransportError, TreeattnError
-from treeattn.mpi import communicators, library
+from treeattn.mpi import library
 from treeattn.mpi.communicators import Agreement, collectively
 
 
@@ -80,7 +80,7 @@ def _over_peers(
 
     refuse(executor, "here one kernel runs them")
     assert schedule is not None, f"{selection.text}: only schedules have this transport"
-    comm, nodes = reduction.comm, communicators.node_groups(reduction.comm)
+    comm, nodes = reduction.comm, reduction.comm.nodes
     communicator: nccl.NcclCommunicator | None = None
     if len(nodes) > 1:
         with _for_other_nodes():
@@ -115,7 +115,7 @@ def _for_other_nodes() -> Iterator[None]:
 def _check_peers(comm: Communicator, runtime: Any) -> None:
     """Raise, the same on all ranks, where they cannot open one another's memory: tried with the least there
     is. Collective."""
-    nodes = communicators.node_groups(comm)
+    nodes = comm.nodes
     if len(nodes) > 1:
         with _for_other_nodes():
             _check_nccl(comm, runtime)
@@ -179,7 +179,7 @@ def first(names: tuple[str, ...], comm: Communicator, runtime: Any) -> str:
     """The first of these transports that all ranks can have; between nodes of one rank each NCCL alone.
     Rank 0 says it, once, and what keeps them from the one before. Collective. Raises `TransportError` where
     there is none."""
-    nodes, lacking = communicators.node_groups(comm), list[str]()
+    nodes, lacking = comm.nodes, list[str]()
     for name in ("nccl",) if len(nodes) == comm.size else names:
         lacks = problem(name, comm, runtime)
         if lacks is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from operator import attrgetter
 from threading import get_ident
@@ -27,7 +28,7 @@ from treeattn.partial import Array
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
-    from treeattn.backends.device import Attention
+    from treeattn.backends.device import Attention, WholeStep
 
 #: One step: the plan that it follows, (q, k, v, lengths), and a block table.
 StepArguments: TypeAlias = tuple[Plan, tuple[Any, Any, Any, ArrayLike | None], BlockTable | None]
@@ -64,12 +65,16 @@ class PlannedDecode:
         self._containers = arrays.Containers(self._device.view, results, plan.buffers.given)
         self.out, self.lse = self._results = self._containers.results
         self._in_order: Callable[[], object] = tuple if stream is None else StreamOrder(stream)
-        # What a step with a mask follows, from the first one on; and a step of arrays alone, tried first.
+        # What a step with a mask follows, from the first one on.
         self._masked = plan if plan.tables is not None else None
-        self._whole = plan.fused_step if plan.tables is None else None
         self._stage: Literal["local", "begun", "folded"] | None = None  # how far a step in parts is
         self._values: tuple[Any, Any] = (None, None)
         self._captured: list[CapturedStep] = []
+
+    @functools.cached_property
+    def _whole(self) -> WholeStep | None:
+        """A step of arrays alone, tried first."""
+        return self.plan.fused_step if self.plan.tables is None else None
 
     def __repr__(self) -> str:
         buffers = self.plan.buffers

@@ -88,7 +88,7 @@ def schedule(scheme: Selection, comm: Communicator, output: str = "replicated") 
     if scheme.row.module:
         return None
     result: Result = "root" if output == "root" else "replicated"
-    return _built(scheme, comm.size, communicators.node_groups(comm), result)
+    return _built(scheme, comm.size, comm.nodes, result)
 
 
 @functools.lru_cache(maxsize=32)
@@ -203,7 +203,7 @@ def run_rounds(executor: str | None, schedule: Schedule, reduction: ReductionSpe
     Raises `TransportError`, the same on every rank, where what was asked for cannot be had on some rank.
     """
     comm = reduction.comm
-    library = communicators.intracomm(comm).library
+    library = comm.library
     if executor in _OTHERS[library]:
         raise TransportError(
             f"executor={executor!r} sends messages of another library than {library}, whose ranks these are: "
@@ -228,7 +228,7 @@ def run_rounds(executor: str | None, schedule: Schedule, reduction: ReductionSpe
         if not_callable is not None:  # else it is the records: their planner knows
             _warn(comm, f"Python runs every round, since {lacking}")
         return _instead(interpreter.InterpretedReducer(reduction, schedule), lacking)
-    nodes = communicators.node_groups(comm)
+    nodes = comm.nodes
     if len(nodes) == 1:
         # In how many pieces records go hangs on it, and launchers may tell ranks different things.
         oversubscribed = any(shared for _, shared in agreed.gathered)

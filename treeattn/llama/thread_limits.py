@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from treeattn.errors import MissingPackageError
-from treeattn.mpi import communicators
 from treeattn.mpi.communicators import Agreement, MpiCommunicator
 
 #: A site or a user that sets one of these has decided for NumPy; OURS is that of our own kernels.
@@ -25,7 +24,7 @@ class ThreadLimits:
 
     def __init__(self, comm: MpiCommunicator) -> None:
         #: How many ranks of the job are on this node.
-        self.ranks = ranks = len(next(one for one in communicators.node_groups(comm) if comm.rank in one))
+        self.ranks = ranks = len(next(one for one in comm.nodes if comm.rank in one))
         share = max(1, len(os.sched_getaffinity(0)) // ranks)
         self.blas_threads: int | None = None
         with Agreement(comm):

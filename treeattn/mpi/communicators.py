@@ -31,10 +31,16 @@ def world() -> MpiCommunicator:
 
     Collective for the first time, as `intracomm`.
     """
+    _check_started()
+    return _watched(library.load().COMM_WORLD)
+
+
+@functools.cache  # what started this process stays what it is, and /proc is slow to read
+def _check_started() -> None:
+    """Raise `BackendError` where this process is one of a job, and finds itself alone."""
     alone = launch.launched().launcher == launch.TORCHRUN and not library.started()
     if problem := launch.problem(1 if alone else library.load().COMM_WORLD.size):
         raise BackendError(": ".join(problem))
-    return _watched(library.load().COMM_WORLD)
 
 
 def alone() -> MpiCommunicator:
@@ -104,13 +110,13 @@ def _watched(comm: Intracomm) -> MpiCommunicator:
     return mpi_communicator.MpiCommunicator.of(comm)
 
 
-def oversubscribed(comm: object) -> bool:
+def oversubscribed(comm: Communicator) -> bool:
     """Whether the machine of this rank has more ranks than cores for them.
 
     Nodes may be of one machine (containers, emulated nodes) and then share its cores; and the launcher may
     have started ranks of other communicators there.
     """
-    return _oversubscribed(intracomm(comm).members)
+    return _oversubscribed(comm.members)
 
 
 @functools.lru_cache(maxsize=64)
@@ -120,16 +126,11 @@ def _oversubscribed(members: tuple[Member, ...]) -> bool:
     return max(len(here), launch.local_size()) > cores
 
 
-def node_groups(comm: object) -> tuple[tuple[int, ...], ...]:
-    """Ranks of `comm` by node (shared memory domain), nodes in order of their lowest rank. Collective for the
-    first time, as `intracomm`."""
-    return intracomm(comm).nodes
-
-
-def node_local_rank(comm: Communicator) -> int:
+def node_local_rank(comm: object) -> int:
     """Which of the ranks on this node (shared memory domain) this one is, from 0. Collective for the first
     time, as `intracomm`."""
-    return next(node.index(comm.rank) for node in node_groups(comm) if comm.rank in node)
+    known = intracomm(comm)
+    return next(node.index(known.rank) for node in known.nodes if known.rank in node)
 
 
 class Agreement:
@@ -161,7 +162,7 @@ class Agreement:
             if problem is not None:
                 where = "" if self.comm.size == 1 else f"rank {rank}: "
                 raise type(problem)(f"{where}{problem}") from (cause if rank == self.comm.rank else None)
-        for name in mine:
+        for name in mine if len(views) > 1 else ():
             values = [values.get(name) for values, _, _ in views]
             different = [rank for rank, value in enumerate(values) if value != values[0]]
             if different:
@@ -178,6 +179,8 @@ def exchange(comm: Communicator, call: str, *mine: Any, during: str = DURING) ->
 
     during: the wait for it, as an error names it. Raises `StateError` where a rank is at another call.
     """
+    if comm.size == 1:
+        return [mine]
     with watchdog.Activity(during):
         said = comm.allgather((call, *mine))
     for rank, other in enumerate(one[0] if isinstance(one, tuple) else None for one in said):

@@ -18,7 +18,6 @@ from treeattn.collectives.clusters.description import Cluster
 from treeattn.collectives.clusters.placement import Placement, block
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.errors import ArgumentError
-from treeattn.mpi import communicators
 
 #: Names the cluster where no option does.
 PRESET = "TREEATTN_CLUSTER"
@@ -186,7 +185,7 @@ def needed(name: str | None) -> Described:
 
 def detect(comm: Communicator, root: Path = _ROOT) -> Topology:
     """Where the ranks are. root: of the file system that is read. Collective: the same on every rank."""
-    groups = communicators.node_groups(comm)
+    groups = comm.nodes
     node = next(index for index, ranks in enumerate(groups) if comm.rank in ranks)
     return Topology(tuple(comm.allgather(Rank(comm.rank, node, sockets_of(root), _nics(root)))))
 

@@ -138,7 +138,7 @@ class _Bench:
         from treeattn.collectives.executors import compiled, interpreter
 
         reduction, schedule = self._reduction(comm, buffer), build(scheme, comm.size)
-        nodes = communicators.node_groups(comm)
+        nodes = comm.nodes
         if self.executor == "mpi":
             return interpreter.InterpretedReducer(reduction, schedule)
         if self.executor == "program" or len(nodes) == comm.size:

@@ -13,7 +13,7 @@ from typing import Any
 
 from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.collectives.runtime.process import kernel
-from treeattn.mpi import communicators, launch, library
+from treeattn.mpi import launch, library
 
 # Variables that change what is measured; others may hold secrets and are nobody's business.
 _PREFIXES = (
@@ -57,7 +57,7 @@ def placement(comm: Communicator) -> list[dict[str, Any]]:
     Nodes may be of one machine (containers, emulated nodes) and then share its cores: ``machine_cores`` are
     those that its ranks may use together, ``cores`` those that this one may.
     """
-    groups = communicators.node_groups(comm)
+    groups = comm.nodes
     node = next(index for index, ranks in enumerate(groups) if comm.rank in ranks)
     cores = os.sched_getaffinity(0)
     mine = {

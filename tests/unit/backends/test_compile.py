@@ -257,7 +257,7 @@ def test_planning_many_merges_asks_for_the_processor_once(monkeypatch):
     reads = []
     read_text = Path.read_text
     monkeypatch.setattr(Path, "read_text", lambda path, **how: reads.append(path) or read_text(path, **how))
-    compile._x86_features.cache_clear()
+    compile.available_isas.cache_clear()
     operator, records = cpu.MergeOperator(8), np.zeros((2, 64, 10), np.float32)
     schedule = build("recursive_doubling", 64)
     merges = [operator.planned_merge(*records) for round_ in schedule.rounds for _ in round_]
@@ -298,6 +298,7 @@ AVX512 = {"avx512f", "avx512bw", "avx512vl", "avx512dq"}
 def test_the_instruction_set_is_one_that_the_processor_has(monkeypatch, machine, features, expected):
     monkeypatch.setattr(platform, "machine", lambda: machine)
     monkeypatch.setattr(compile, "_x86_features", lambda: features)
+    monkeypatch.setattr(compile, "available_isas", compile.available_isas.__wrapped__)
     monkeypatch.delenv("TREEATTN_ISA", raising=False)
     assert compile.available_isas() == expected
     assert compile.chosen_isa() == expected[0]

@@ -65,6 +65,10 @@ class _Arguments(ctypes.Structure):
     )
 
 
+# The interpreter's lock is kept: its objects are asked.
+_BIND = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.py_object)
+
+
 class _Binding(ctypes.Structure):
     """struct binding of kernels/cpu/bind_arrays.c: new arrays in the place of the last ones, without Python
     code for each. workspace: bytes that `attention` has."""
@@ -86,9 +90,7 @@ class _Binding(ctypes.Structure):
         for name, function in zip(self._functions, (*calls, python.Py_DecRef), strict=True):
             setattr(self, name, code_address(function))
         self.name, self.none = "__array_struct__", None
-        # The interpreter's lock is kept: its objects are asked.
-        prototype = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.py_object)
-        bind = prototype(code_address(kernels.bind_arrays))
+        bind = _BIND(code_address(kernels.bind_arrays))
         return functools.partial(bind, ctypes.c_void_p(ctypes.addressof(self)))
 
 

@@ -52,6 +52,7 @@ _RESULTS = {
 }
 
 
+@functools.cache
 def available_isas() -> tuple[str, ...]:
     """Names from `ISA_FLAGS` that this processor can run, the fastest first."""
     machine = platform.machine().lower()
@@ -290,7 +291,6 @@ def _private_temporary_folder() -> Path:
         raise BackendError(f"no place for compiled kernels: {error}; set TREEATTN_CACHE") from error
 
 
-@functools.cache
 def _x86_features() -> set[str]:
     """Processor features as the -m flags name them, from Linux; empty where it cannot be read."""
     return set(_processor("flags").split())

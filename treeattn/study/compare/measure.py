@@ -19,7 +19,6 @@ import numpy as np
 from treeattn.collectives.parameters import Groups
 from treeattn.collectives.schedule import Schedule
 from treeattn.decoder.planned import PlannedDecode
-from treeattn.mpi import communicators
 from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.study import environment
 from treeattn.study.compare import problems, steps
@@ -60,7 +59,7 @@ class Bench:
 
     def __init__(self, comm: MpiCommunicator, budget: Budget, user_schedules: Mapping[str, Schedule]) -> None:
         self.comm, self.budget, self.user_schedules = comm, budget, user_schedules
-        self.groups = communicators.node_groups(comm)
+        self.groups = comm.nodes
         placement = environment.placement(comm)
         self.machines = [entry["machine"] for entry in placement]
         self.loop = Loop(comm, Clock(comm), environment.node_load(placement) is not None)
