@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import plans
 from tests.support.drawn import sample
 from treeattn.collectives import Schedule, Transfer, build
 
@@ -64,11 +65,24 @@ def test_a_file_is_drawn_and_exported(star, tmp_path):
     assert "recv 200b from 1" in done.stdout
 
 
+def test_what_others_wrote_is_drawn_simulated_and_refused_if_damaged(tmp_path):
+    path = tmp_path / "ring.xml"
+    path.write_text(plans.msccl_ring(4))
+    done = in_process("schedule", path)
+    assert done.stdout.startswith(f"{path.stem}@")
+    assert "class A" in done.stdout
+    done = in_process("simulate", "--cluster", "dgx-h100", "--schemes", f"{path},ring")
+    assert f"{path.stem}@" in done.stdout, done.stderr
+    path.write_text(plans.msccl_ring(4)[:-30])
+    done = in_process("schedule", path, code=2)
+    assert str(path) in done.stderr
+
+
 def test_a_damaged_file_is_named_in_one_line(tmp_path):
     twice = Schedule("twice", 2, 1, ((Transfer(1, 0),),) * 2)
     for content, message in (
         (twice.to_json(), "counts rank"),
-        ('{"name": "x", "gpus": []}', "the JSON of a schedule"),
+        ('{"name": "x", "gpus": []}', "plan of MSCCL++ is not read: give the algorithm as XML of MSCCL"),
         (Schedule("\x1b[31m", 1, 1, ()).to_json(), "at most 100 printable characters"),
     ):
         (tmp_path / "own.json").write_text(content)

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from tests.fuzz import lines, mutations
+from tests.support import plans
 from tests.support.models import write_model
 from tests.unit.study import made_results
 from treeattn.cache import ShardedCache, saved
@@ -162,6 +163,10 @@ INPUTS = {
     "safetensors": Input(_tensors, mutations.of_safetensors, "x.safetensors", _cache),
     "npz": Input(_archive, mutations.of_bytes, "x.npz", open_arrays),
     "schedule": Input(_schedules, mutations.of_json, "x.json", scheme.from_file),
+    "msccl": Input(
+        lambda _: [plans.msccl_ring(3).encode(), plans.msccl_all_pairs(3).encode()],
+        mutations.of_text, "x.xml", scheme.from_file,
+    ),
     "cluster": Input(
         lambda _: [path.read_bytes() for path in (ROOT / "collectives/clusters").glob("*.toml")],
         mutations.of_text, "x.toml", description.load,

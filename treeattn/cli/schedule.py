@@ -43,7 +43,8 @@ def command(
 ) -> None:
     """Show who sends what to whom in SCHEME, after proving that it counts every rank exactly once.
 
-    SCHEME is a name with its parameters, or FILE.json, a schedule of one's own as --format json writes it.
+    SCHEME is a name with its parameters, or a file: FILE.json, a schedule of one's own as --format json
+    writes it; FILE.xml, an algorithm of MSCCL.
     --result root shows what of it leads to rank 0: half of a tree.
     """
     own = from_file(scheme, ranks, "--ranks says") if is_file(scheme) else None

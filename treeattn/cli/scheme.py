@@ -21,7 +21,7 @@ _NAME_LIMIT = 100  # it stands in tables
 
 def is_file(scheme: str) -> bool:
     """Whether an option names a file instead of a scheme."""
-    return scheme.endswith(".json")
+    return scheme.endswith((".json", ".xml"))
 
 
 def build(scheme: str, ranks: int, nodes: Sequence[int] | Sequence[Sequence[int]] | None) -> Schedule:
@@ -39,7 +39,7 @@ def build(scheme: str, ranks: int, nodes: Sequence[int] | Sequence[Sequence[int]
 
 
 def from_file(path: str | Path, ranks: int | None = None, said: str = "this job has") -> Schedule:
-    """Read the schedule of a file: JSON as ``treeattn schedule`` writes it.
+    """Read the schedule of a file: JSON of ``treeattn schedule``, or XML of MSCCL.
 
     ranks: how many it has to be for, and which source `said` so. Its name gets a digest of what it does, by
     which results tell schedules of one name apart. Raises `ArgumentError` for a file that cannot be read or
@@ -66,12 +66,18 @@ def from_file(path: str | Path, ranks: int | None = None, said: str = "this job 
 
 
 def _read(path: Path) -> Schedule:
-    """A schedule alone, or with its certificate, as ``--json`` leaves it."""
+    """Read a file of either format. MSCCL's is loaded for who names such a file."""
     text = path.read_text(encoding="utf-8")
+    if path.suffix == ".xml":
+        from treeattn.collectives.formats import msccl
+
+        return msccl.read(text)
     try:
         data = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ScheduleError(f"not the JSON of a schedule: {error}") from None
+    if isinstance(data, dict) and "gpus" in data:
+        raise ScheduleError("an execution plan of MSCCL++ is not read: give the algorithm as XML of MSCCL")
     return Schedule.from_json(
         json.dumps(data["schedule"]) if isinstance(data, dict) and "schedule" in data else text
     )
