@@ -28,6 +28,7 @@ from treeattn import collectives
 from treeattn.backends import device as devices
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.collectives.runtime import nccl
+from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 from treeattn.mpi import communicators
 from treeattn.selection import select
 from treeattn.shards import parse_layout
@@ -65,7 +66,7 @@ def stand_in(damaged=False):
 def on_two_nodes():
     """The first half of the ranks on one, and so on."""
     half, ranks = WORLD.size // 2, tuple(range(WORLD.size))
-    communicators.node_groups = lambda comm: (ranks[:half], ranks[half:])
+    MpiCommunicator.nodes = property(lambda comm: (ranks[:half], ranks[half:]))
 
 
 def planned(scheme, transport):
@@ -99,7 +100,7 @@ def by_the_host(device, given, scheme):
 def over(transport, device, given, scheme):
     """The results of three steps and of captured ones, each followed by a step as before."""
     with planned(scheme, transport) as decoder:
-        nodes = communicators.node_groups(WORLD)
+        nodes = communicators.world().nodes
         assert transport == "nccl" or decoder.executor == ("peer" if len(nodes) == 1 else "peer_nccl")
         found = [results(device, decoder, lambda: decoder(*given)) for _ in range(3)]
         step = decoder.capture(*given)

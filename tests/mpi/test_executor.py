@@ -11,7 +11,6 @@ from treeattn.collectives import Schedule, Transfer
 from treeattn.collectives.executors import compiled, interpreter
 from treeattn.collectives.libraries import mpi_allreduce, rescaled_sum
 from treeattn.errors import ScheduleError
-from treeattn.mpi import communicators
 
 pytestmark = pytest.mark.many_ranks
 
@@ -51,7 +50,7 @@ class TestSlots(Schedules):
     """Over the nodes of the machine."""
 
     def nodes(self, case):
-        return communicators.node_groups(self.comm)
+        return self.comm.nodes
 
     def reducer(self, spec, case):
         nodes, oversubscribed = self.nodes(case), self.size > 2
@@ -62,7 +61,7 @@ class TestSlotsOfSeveralNodes(TestSlots):
     """Drawn ones: parts of the machine's, as long as it is one node."""
 
     def nodes(self, case):
-        return case.nodes if len(communicators.node_groups(self.comm)) == 1 else super().nodes(case)
+        return case.nodes if len(self.comm.nodes) == 1 else super().nodes(case)
 
 
 class Libraries(OverRanks):

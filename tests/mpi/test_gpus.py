@@ -22,8 +22,9 @@ from treeattn.backends import cpu
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.backends.cuda.device import Cuda
 from treeattn.collectives.runtime import nccl, watchdog
+from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 from treeattn.decoder import gpu_reducers
-from treeattn.mpi import communicators, library
+from treeattn.mpi import library
 from treeattn.shards import parse_layout
 
 pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
@@ -48,7 +49,7 @@ def two_nodes(comm, monkeypatch):
     if comm.size == 1:
         pytest.skip("one rank is one node")
     nodes = tuple(range(comm.size // 2)), tuple(range(comm.size // 2, comm.size))
-    monkeypatch.setattr(communicators, "node_groups", lambda comm: nodes)
+    monkeypatch.setattr(MpiCommunicator, "nodes", property(lambda comm: nodes))
 
 
 def shard(comm, case=CASE):
@@ -403,7 +404,7 @@ def test_an_nccl_that_lacks_or_differs_on_one_rank_is_told_by_all(comm, several,
     with pytest.raises(treeattn.TransportError, match="no NCCL"):
         decoder_of(comm, transport="nccl")
     nodes = tuple((rank,) for rank in range(comm.size))
-    monkeypatch.setattr(communicators, "node_groups", lambda comm: nodes)
+    monkeypatch.setattr(MpiCommunicator, "nodes", property(lambda comm: nodes))
     said = f"^transport='peer' sends between nodes by NCCL: rank {comm.size - 1}: no NCCL: install[^\n]*$"
     for call in (
         lambda: decoder_of(comm, transport="peer"), lambda: gpu_reducers._check_peers(comm, runtime)

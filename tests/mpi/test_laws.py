@@ -4,7 +4,6 @@ import tracemalloc
 
 import pytest
 
-from treeattn.mpi.communicators import node_groups
 from treeattn.study import laws
 from treeattn.study.compare import measure, problems, steps
 from treeattn.study.compare.rows import Key
@@ -33,7 +32,7 @@ def test_volume_is_that_of_equations_10_and_14(scheme, comm, planned):
     step, given = planned(scheme, 24)
     with step:
         step(*given)
-        sent = measure.handed_over(comm, step.sent, node_groups(comm))
+        sent = measure.handed_over(comm, step.sent, comm.nodes)
     if comm.size == 1:
         return
     hops = comm.size if scheme.endswith("full") else comm.size - 1

@@ -6,7 +6,6 @@ from math import prod
 import pytest
 
 from tests.support.machine import CORES, machine
-from treeattn.mpi import communicators
 from treeattn.mpi.topology import detect
 
 
@@ -14,7 +13,7 @@ def test_every_rank_finds_the_same_places(comm):
     found = detect(comm)
     assert len(set(comm.allgather(repr(found)))) == 1
     assert [rank.rank for rank in found.ranks] == list(range(comm.size))
-    assert found.nodes == communicators.node_groups(comm)
+    assert found.nodes == comm.nodes
     levels, places = found.levels()
     slots = prod(joins for name, joins in levels if name != "network")
     assert len(set(places)) == comm.size

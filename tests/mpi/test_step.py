@@ -63,7 +63,7 @@ def tensors(comm):
 @pytest.fixture
 def shared(comm):
     """Whether some ranks share a node."""
-    return any(len(node) > 1 for node in communicators.node_groups(comm))
+    return any(len(node) > 1 for node in comm.nodes)
 
 
 def in_parts(decoder, *arrays):
