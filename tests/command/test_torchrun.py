@@ -1,5 +1,7 @@
 """Ranks that torchrun has started: no MPI anywhere."""
 
+import importlib.util
+import re
 import sys
 from pathlib import Path
 
@@ -8,7 +10,7 @@ import pytest
 from tests.support.drawn import sample
 from tests.support.torchrun import SETTINGS, needs_torch, ranks_by_environment, torchrun
 
-from .launch import ROOT, mpiexec, run
+from .launch import ROOT, run
 
 pytestmark = needs_torch
 HERE = Path(__file__).parent
@@ -25,7 +27,6 @@ def test_whatever_takes_a_communicator_takes_a_process_group():
     torchrun(HERE / "torchrun_verbs.py", ranks=2)
 
 
-@pytest.mark.skipif(mpiexec() is None, reason="no mpiexec")
 def test_ranks_in_no_process_group_are_told_what_to_call():
     """Each would be a job of one, and its result that of its own shard."""
     torchrun(HERE / "torchrun_alone.py", ranks=2)
@@ -140,3 +141,12 @@ def test_strangers_at_the_ports_of_ranks_and_of_the_store_change_nothing():
     for rank in ranks_by_environment(STRANGER, ranks=2):
         assert rank.returncode in (0, -9), rank.stderr  # the other is killed when the first has ended
         assert "Error" not in rank.stderr, rank.stderr
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="not installed")
+def test_models_and_tensor_parallel_weights():
+    """Some of tests/huggingface; `make test-models` runs all of it on 1 to 4 ranks of either launcher."""
+    files = [f"tests/huggingface/test_{name}.py" for name in ("families", "traps", "origin")]
+    some = "not deep", "-k", "Mistral and (tokens_and or float16-2) or attends_to_alone or unchecked_alone"
+    done = torchrun("-m", "pytest", "-p", "no:pytest_mpi", "-q", "-x", *files, "-m", *some, ranks=2)
+    assert int(re.search(r"(\d+) passed", done.stdout)[1]) >= 3, done.stdout

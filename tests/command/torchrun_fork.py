@@ -1,4 +1,4 @@
-"""A process that a rank of torchrun forks, for test_fork.py."""
+"""A process that a rank of torchrun forks, for test_limits.py."""
 
 import torch.distributed as dist
 

@@ -3,6 +3,7 @@
 import functools
 import gc
 import weakref
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -10,10 +11,13 @@ import numpy as np
 import pytest
 
 import treeattn
+from tests.support import token_trees
 from tests.support.exporters import Dlpack, OnGpu
 from tests.support.pages import in_pages
+from treeattn import ShardedCache
 from treeattn.backends.cuda import cupy_runtime
 from treeattn.errors import ArgumentError, RestrictionError, StateError
+from treeattn.token_tree import TokenTree, Verifier, verify
 
 from .cases import Case
 from .runtime import EmulatorRuntime, LazyRuntime
@@ -265,3 +269,66 @@ def two_steps(monkeypatch: pytest.MonkeyPatch, runtime: LazyRuntime, way: str) -
             decoder(q, k, v)
     runtime.synchronize_all()
     return merger.out if way == "merge" else decoder.out
+
+
+def test_packed_is_each_beam_alone(runtime: EmulatorRuntime) -> None:
+    for seed in range(6):
+        case = token_trees.Case.draw(seed, 1, ("float32",), (64,))
+        k, v, lengths = case.shard(0)
+        drafts = case.draft_k, case.draft_v, case.tree
+        case.check(*verify(case.q, k, v, *drafts, lengths=lengths.tolist(), device="cuda"))
+
+
+def test_nothing_is_allocated_from_step_to_step(runtime: EmulatorRuntime) -> None:
+    """With another tree and other lengths every time, over a cache that lies on the device."""
+    draw, nodes = np.random.default_rng(0), 7
+    plan = {"batch": 2, "kv_heads": 2, "head_dim": 64, "dtype": "bfloat16", "device": "cuda"}
+    cache = ShardedCache(capacity=60, drafts=nodes, **plan)
+
+    def rows(count: int, heads: int) -> Any:
+        wide = draw.standard_normal((2, count, heads, 64)).astype(np.float32)
+        return (wide.view(np.uint32) >> 16).astype(np.uint16)  # the bits of bfloat16
+
+    with Verifier(heads=4, nodes=nodes, **plan) as verifier:
+        for step in range(4):
+            parents = [[int(draw.integers(-1, node)) for node in range(nodes)] for _ in range(2)]
+            tree = TokenTree.from_parents([list(range(nodes))] * 2, parents, [nodes, 3])
+            q, draft_k, draft_v = rows(nodes, 4), rows(nodes, 2), rows(nodes, 2)
+            allocated = runtime.allocations
+            out, _ = verifier(
+                *(q, cache.k, cache.v, draft_k, draft_v, tree, cache.lengths),
+                shard_lengths=cache.shard_lengths,
+            )  # fmt: skip
+            assert step < 2 or runtime.allocations == allocated
+            assert np.isfinite(out).all()
+            cache.propose(draft_k, draft_v, tree)
+            paths = [tree.path(row, int(tree.depths[row].argmax())) for row in range(2)]
+            longest = max(map(len, paths))
+            cache.commit([[*path, *[-1] * (longest - len(path))] for path in paths])
+    assert (cache.totals > 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_what_was_put_in_comes_out(runtime: EmulatorRuntime, tmp_path: Path, dtype: str) -> None:
+    """Bits of two types, with values of another width; the array grows in between."""
+    draw, bits = np.random.default_rng(1), np.uint16 if dtype == "bfloat16" else np.uint8
+    scales = {} if dtype == "bfloat16" else {"k_scale": 0.5, "v_scale": 2.0}
+    cache = ShardedCache(
+        batch=2, capacity=3, kv_heads=2, head_dim=64, v_dim=128, dtype=dtype, device="cuda", **scales
+    )
+    k, v = (draw.integers(0, 100, (2, 4, 2, width)).astype(bits) for width in (64, 128))
+    on_device = [cache._plan.device.memory.empty(array.shape, array.dtype) for array in (k, v)]
+    for target, source in zip(on_device, (k, v), strict=True):
+        runtime.copy(target, source)
+    cache.append(*on_device, counts=[4, 3])
+    cache.append(*on_device)
+    cache.select([1, 0])
+    cache.rollback([6, 8])
+    cache.save(tmp_path)
+    read = ShardedCache.load(tmp_path, device="cuda", layout="contiguous")
+    for held in (cache, read):
+        assert held.totals.tolist() == [6, 8]
+        for whole, array in ((k, held.k), (v, held.v)):
+            there = cache._plan.device.to_host(array)
+            np.testing.assert_array_equal(there[0, :6], np.concatenate([whole[1, :3], whole[1, :3]]))
+            np.testing.assert_array_equal(there[1, :8], np.concatenate([whole[0], whole[0]]))

@@ -193,7 +193,7 @@ ELSEWHERE = (
     ),
     Elsewhere(
         "the process forks after use", "`StateError` of whatever communicates in the child",
-        "mpi/test_fork.py::test_no_public_verb_serves_a_forked_process",
+        "mpi/test_threads.py::test_no_public_verb_serves_a_forked_process",
     ),
     Elsewhere(
         "a cache node is killed", "the launcher's report, or `rank 1 has ended`; what was saved is there",

@@ -1,12 +1,14 @@
-"""Communicators of this package: MPI's, of which no blocking call is unwatched."""
+"""Communicators of this package: MPI's, of which no blocking call is unwatched; and where their ranks are."""
 
 import inspect
+import os
 import re
 import shutil
 import tempfile
 import threading
 import time
 import weakref
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +16,12 @@ import pytest
 from mpi4py import MPI
 
 import treeattn
+from tests.support.machine import CORES, machine
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 from treeattn.llama import Llama, Session
 from treeattn.mpi import communicators
+from treeattn.mpi.topology import detect
 
 # Return without the other ranks, as the MPI standard has it.
 LOCAL = {
@@ -182,3 +186,36 @@ def test_a_limit_that_one_rank_cannot_read_is_told_by_all(comm, several, monkeyp
     said = f"rank {last}: TREEATTN_TIMEOUT=soon: give a number of seconds, 0 for no limit"
     with pytest.raises(treeattn.ArgumentError, match=said):
         treeattn.Decoder(comm, heads=4, kv_heads=4, head_dim=16)
+
+
+def test_every_rank_finds_the_same_places(comm):
+    found = detect(comm)
+    assert len(set(comm.allgather(repr(found)))) == 1
+    assert [rank.rank for rank in found.ranks] == list(range(comm.size))
+    assert found.nodes == comm.nodes
+    levels, places = found.levels()
+    slots = prod(joins for name, joins in levels if name != "network")
+    assert len(set(places)) == comm.size
+    for node in found.nodes:
+        assert len({places[rank] // slots for rank in node}) == 1
+
+
+@pytest.fixture
+def on_sockets(comm, tmp_path):
+    """Ranks bound to the sockets of a machine in a folder, in turn."""
+    usable = os.sched_getaffinity(0)
+    if not {CORES[0][0], CORES[1][0]} <= usable:
+        pytest.skip("needs cores 0 and 1")
+    os.sched_setaffinity(0, {CORES[comm.rank % 2][0]})
+    try:
+        return detect(comm, machine(tmp_path))
+    finally:
+        os.sched_setaffinity(0, usable)
+
+
+def test_sockets_that_ranks_are_bound_to(comm, on_sockets):
+    assert [rank.socket for rank in on_sockets.ranks] == [rank % 2 for rank in range(comm.size)]
+    assert all(rank.nics == 2 for rank in on_sockets.ranks)
+    if comm.size > 2 and len(on_sockets.nodes) == 1:
+        halves = tuple(range(0, comm.size, 2)), tuple(range(1, comm.size, 2))
+        assert on_sockets.sockets == (halves,)

@@ -1,6 +1,9 @@
 """The main job on real and made-up caches, at whatever size the job has."""
 
+import dataclasses
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -112,3 +115,62 @@ def test_arrays_of_any_library(comm, exporter, scheme):
     got = treeattn.decode(exporter(q), exporter(k[:, run]), exporter(v[:, run]), comm=comm, scheme=scheme)
     np.testing.assert_array_equal(got[0], wanted[0])
     np.testing.assert_array_equal(got[1], wanted[1])
+
+
+ROOT = Path(treeattn.__file__).resolve().parents[1]
+MOST = 20
+PAGE = (ROOT / "docs/architecture.md").read_text()
+
+
+def ours(path):
+    """The file below the top folder, as a reader opens it: a link leads from treeattn/ to collectives/."""
+    name = str(Path(path).resolve()).removeprefix(f"{ROOT}/")
+    return name.startswith(("treeattn/", "collectives/")) and name
+
+
+def test_a_decode_runs_few_files(comm):
+    q, k, v = (np.ones((1, n, heads, 64), np.float32) for n, heads in ((1, 8), (100, 2), (100, 2)))
+    treeattn.decode(q, k, v, comm=comm)
+
+    def files_of_one():
+        seen = set()
+        sys.setprofile(lambda frame, event, _: event == "call" and seen.add(frame.f_code.co_filename))
+        try:
+            treeattn.decode(q, k, v, comm=comm)
+        finally:
+            sys.setprofile(None)
+        return sorted(filter(None, map(ours, seen)))
+
+    # On a busy machine a rank may wait so long for another that it looks whether that still runs.
+    files = min((files_of_one() for _ in range(10)), key=len)
+    assert [name for name in files if name.removeprefix("treeattn/") not in PAGE] == []
+    assert 10 < len(files) <= MOST, " ".join(files)
+
+
+SHAPE = {"heads": 6, "kv_heads": 6, "head_dim": 16, "dtype": "float32"}
+
+
+def sections(decoder):
+    """Title -> {name: what is said of it}."""
+    found, rows = {}, {}
+    for line in str(decoder.plan).splitlines()[1:]:
+        if line.startswith("  "):
+            name, _, text = line.strip().partition("  ")
+            rows[name] = text.strip()
+        else:
+            rows = found[line] = {}
+    return found
+
+
+def test_a_plan_says_what_a_step_does(comm):
+    with treeattn.Decoder(comm, **SHAPE, scheme="recursive_doubling") as decoder:
+        said = sections(decoder)
+        assert list(said["stages"]) == ["attend", "reduce", "finish"]
+        assert f"run by {decoder.executor} over mpi" in said["stages"]["reduce"]
+        assert said["buffers"]["records"] == "[1, 6, 1, 18] float32, 432 bytes"
+        sent = said["messages that this rank sends in a step"]
+        assert set(sent) == ({f"{size:,} bytes" for _, size in decoder.sent} or {"none"})
+        assert set(said["why"]) == {"scheme", "transport", "executor", "calls"}
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            decoder.plan.transport = "nccl"
+    assert str(decoder.plan) == "recursive_doubling: closed"

@@ -1,13 +1,15 @@
-"""Threads of one process: what a step leaves in an object is one thread's, and so is a communicator of
-several ranks, whose collectives would meet in another order on another rank."""
+"""Threads and forks of one process: what a step leaves in an object is one thread's, and so is a communicator
+of several ranks, whose collectives would meet in another order on another rank; a fork has none."""
 
 import sys
 import threading
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import treeattn
+from tests.support import forked
 from tests.support.public_verbs import OBJECTS
 from tests.support.schemes import assert_equal, copies
 from treeattn import cache_nodes
@@ -145,3 +147,7 @@ def test_a_second_thread_at_cache_nodes(comm, several, run):
         np.testing.assert_array_equal(held.totals, before[0])
         assert nodes.messages == before[1]
         np.testing.assert_allclose(held.step(0, q, k, v)[0], out, rtol=1e-6)
+
+
+def test_no_public_verb_serves_a_forked_process(comm):
+    forked.check(comm, MPI.COMM_WORLD)

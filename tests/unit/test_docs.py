@@ -8,12 +8,17 @@ from pathlib import Path
 import click
 import pytest
 
+import treeattn
 from docs import fill_tables
 from tests.command.launch import in_process
+from tests.support.examples import run_examples
+from treeattn import collectives, energy, token_tree
 from treeattn.cli import commands
 from treeattn.collectives import build, needs_nodes
 from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.description import load
 from treeattn.collectives.clusters.placement import node_groups
+from treeattn.collectives.clusters.simulate import simulate
 from treeattn.selection import CATALOG
 from treeattn.study.decode_step import StepShape, attention_cost, reduction_cost
 
@@ -189,3 +194,29 @@ def test_from_which_context_on_more_gpus_pay(ranks, scheme, since):
     alone = attention_cost(cluster, 1, shape).time
     assert attention_cost(cluster, ranks, shape).time + reduction == pytest.approx(alone, rel=0.1)
     assert f"from {since}k" in (ROOT / "docs/huggingface.md").read_text()
+
+
+#: What functions return: nobody makes one.
+GIVEN_BACK = {"Accepted", "Certificate", "FoldOrder", "Packed", "Proof"}
+PUBLIC = [
+    getattr(package, name)
+    for package in (treeattn, collectives, token_tree, energy)
+    for name in package.__all__
+    if callable(getattr(package, name)) and name not in GIVEN_BACK and not name.endswith("Error")
+]
+
+
+@pytest.mark.parametrize("named", [*PUBLIC, load, simulate], ids=lambda named: named.__qualname__)
+def test_the_example_of_a_docstring_shows_what_comes_out(named):
+    assert run_examples(named)
+
+
+def test_an_example_that_shows_something_else_fails():
+    def wrong():
+        """
+        >>> 1 + 1
+        3
+        """
+
+    with pytest.raises(AssertionError, match="Got:\n    2"):
+        run_examples(wrong)

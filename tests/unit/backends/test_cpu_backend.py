@@ -1,5 +1,6 @@
 """Attention on the processor: exact for every type, build, grouping and length; -inf, NaN, empty shards."""
 
+import itertools
 import os
 import signal
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,9 @@ from tests.unit.backends.conftest import ISAS, take
 from treeattn import Rules, Shard, decode, partial, reference
 from treeattn.backends import cpu
 from treeattn.backends.cpu import attention as cpu_attention
-from treeattn.backends.cpu import compile
+from treeattn.backends.cpu import compile, device
+from treeattn.backends.cpu.device import LargePages
+from treeattn.backends.cpu.records import rescale_records
 from treeattn.errors import ArgumentError
 
 build_fixture = pytest.mark.usefixtures("build")
@@ -289,3 +292,67 @@ def test_numbers_of_threads_that_cannot_be(monkeypatch, text):
     monkeypatch.setenv("TREEATTN_THREADS", text)
     with pytest.raises(ArgumentError, match="TREEATTN_THREADS"):
         cpu.PlannedAttention(partial.identity((1, 1, 1), 8), scale=1.0)
+
+
+HEAD_DIM = 24
+NAN, INF = float("nan"), float("inf")
+# (own maximum, shared maximum): ordinary, equal, far apart, nothing seen here or anywhere, not a number
+CASES = [(1.5, 2.25), (3.0, 3.0), (-1e4, 1e4), (-INF, 1.0), (-INF, -INF), (NAN, 1.0), (NAN, -INF), (INF, INF),
+         (0.0, -0.0), (-86.9, 0.0), (-87.1, 0.0)]  # fmt: skip
+
+
+def records(dtype):
+    draw = np.random.default_rng(1)
+    made = draw.standard_normal((len(CASES), HEAD_DIM + 2)).astype(dtype)
+    made[:, 0] = [own for own, _ in CASES]
+    made[3, 5] = NAN  # nothing seen counts for nothing, whatever it holds
+    made[1, 7] = NAN
+    return made, np.array([shared for _, shared in CASES], dtype)
+
+
+def rescaled(run, made, shared, packed):
+    sums = np.full((len(made), HEAD_DIM + 1), 7, made.dtype)
+    apart = np.full(len(made), 7, made.dtype), np.full((len(made), HEAD_DIM), 7, made.dtype)
+    denominators, numerators = (sums[:, 0], sums[:, 1:]) if packed else apart
+    run(made, shared, denominators, numerators)
+    return np.concatenate((denominators[:, None], numerators), axis=1)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("isa", compile.available_isas())
+def test_compiled_and_numpy_give_the_same_bits(monkeypatch, isa, packed):
+    monkeypatch.setenv("TREEATTN_ISA", isa)
+    if cpu.compiled_kernels_problem():
+        pytest.skip("no C compiler")
+    made, shared = records(np.float32)
+    operator = cpu.MergeOperator(HEAD_DIM)
+    compiled = rescaled(lambda *arrays: operator.planned_rescale(*arrays)(), made, shared, packed)
+    plain = rescaled(rescale_records, made, shared, packed)
+    np.testing.assert_array_equal(compiled, plain)
+
+
+def test_float64_keeps_its_digits():
+    made, shared = records(np.float64)
+    found = rescaled(cpu.MergeOperator(HEAD_DIM, np.float64).planned_rescale, made, shared, True)
+    assert (found == 7).all()  # it is planned, and not yet called
+    found = rescaled(
+        lambda *a: cpu.MergeOperator(HEAD_DIM, np.float64).planned_rescale(*a)(), made, shared, True
+    )
+    np.testing.assert_allclose(found[0], made[0, 1:] * np.exp(1.5 - 2.25), rtol=1e-15)
+
+
+def test_copies_are_their_arrays_and_no_bytes_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one takes more than a piece, or nothing."""
+    monkeypatch.setattr(device, "_PIECE", 4096)
+    rng, pages = np.random.default_rng(0), LargePages()
+    shapes = [(0, 7), (3, 5), (1, 1), (100, 30), (7, 0), *map(tuple, rng.integers(1, 40, (30, 2)))]
+    dtypes = [np.float32, np.int8, ml_dtypes.bfloat16]
+    given = [rng.integers(-9, 9, shape[::-1]).astype(dtypes[at % 3]).T for at, shape in enumerate(shapes)]
+    copies = [pages.put(one) for one in given]
+    for one, copy in zip(given, copies, strict=True):
+        assert copy.dtype == one.dtype
+        assert np.array_equal(copy, one)
+        assert copy.flags.c_contiguous
+        assert copy.ctypes.data % 64 == 0 or not copy.size
+    spans = sorted((copy.ctypes.data, copy.ctypes.data + copy.nbytes) for copy in copies if copy.size)
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))

@@ -1,13 +1,22 @@
-"""Values of options, groups of options, and where results go."""
+"""Values of options, where results go and what is written on, and what a tokenizer is asked for."""
+
+import sys
 
 import click
 import pytest
 from click.testing import CliRunner
+from tokenizers import Tokenizer as Made
+from tokenizers import decoders, models, pre_tokenizers
 
+from treeattn.cli import roofline as command
+from treeattn.cli.generate import TextStream
 from treeattn.cli.options import Output, choices, number, numbers, output_options, read
+from treeattn.cli.standard_output import StandardOutput
 from treeattn.collectives.clusters.arrivals import duration
 from treeattn.errors import ArgumentError
+from treeattn.llama.tokenizer import Tokenizer
 from treeattn.report import Report
+from treeattn.study import environment
 
 
 def test_values_are_read():
@@ -62,3 +71,56 @@ def test_no_output_is_an_input_or_another_output(tmp_path):
             output.open(*inputs)
     with pytest.raises(ArgumentError, match="not an ordinary file"):
         Output(tmp_path).open()
+
+
+class Measured(Exception):
+    """Instead of results."""
+
+
+def test_nothing_is_measured_before_the_software_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It loads the MPI library, which may end the process: then no measurement is lost."""
+    order: list[str] = []
+
+    def measure(*_: object, **__: object) -> None:
+        order.append("measured")
+        raise Measured
+
+    monkeypatch.setattr(command.roofline, "measure", measure)
+    monkeypatch.setattr(environment, "software", lambda: order.append("software"))
+    with pytest.raises(Measured):
+        command.command.main([], standalone_mode=False)
+    assert order == ["software", "measured"]
+
+
+def test_bytes_are_refused_even_none():
+    """By which click tells text from bytes: it would write bytes of all that follows."""
+    with pytest.raises(TypeError, match="must be str, not bytes"):
+        StandardOutput(sys.stdout).write(b"")
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A directory whose tokenizer has a token for every byte, and is set up for a training."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Made(models.BPE(vocab={token: n for n, token in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.enable_truncation(4)
+    made.enable_padding(length=64)
+    made.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def test_a_prompt_is_taken_whole_and_alone(path):
+    assert len(Tokenizer(path, 256).encode("Hello, world")) == 12
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_text_that_ends_within_a_character_is_printed_to_its_end(path, monkeypatch, capsys, cut):
+    tokenizer = Tokenizer(path, 256)
+    tokens = tokenizer.encode("a \u20ac")
+    stream = TextStream(tokenizer.decode)
+    for end in range(1, len(tokens) + 1 - cut):
+        stream(tokens[:end])
+    assert capsys.readouterr().out == ("a " if cut else "a \u20ac")
+    stream.end()
+    assert capsys.readouterr().out == ("\ufffd\n" if cut else "\n")

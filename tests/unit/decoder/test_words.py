@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 import treeattn
+from treeattn.decoder.reducers import selected
+from treeattn.decoder.request import Reduction
 from treeattn.mpi import library
 
 Q, K = np.zeros((1, 1, 16, 128), np.float32), np.zeros((1, 64, 4, 128), np.float32)
@@ -89,3 +91,21 @@ def test_a_missing_package_is_an_import_error(monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(ImportError, match="no MPI library could be loaded"):
         library.load()
+
+
+ONE_NODE, TWO_NODES = ((0, 1, 2),), ((0, 1), (2,))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "device", "scheme"),
+    [
+        (ONE_NODE, "cpu", "recursive_doubling"),
+        (ONE_NODE, "cuda", "all_gather_merge"),
+        (TWO_NODES, "cpu", "hierarchical"),
+        (TWO_NODES, "cuda", "hierarchical"),
+    ],
+)
+def test_the_nodes_and_the_device_decide(nodes, device, scheme):
+    comm = SimpleNamespace(nodes=nodes)
+    assert selected(Reduction(), comm, device).text == scheme
+    assert selected(Reduction("chain"), comm, device).text == "chain"

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 from tests.support.models import LLAMA3, PROMPT, write_model
 from treeattn.errors import ArgumentError
 from treeattn.llama import Llama, Session, read_config
+from treeattn.llama.drafts import NgramDrafts, draft_tree
 
 GOLDEN = np.load(Path(__file__).parents[2] / "golden" / "llama" / "logits.npz")
 
@@ -175,3 +176,24 @@ def test_a_file_of_everything_goes_before_an_index(tmp_path, tensors):
     assert error_of("tied", tmp_path) < 1e-5
     (tmp_path / "model.safetensors").unlink()
     assert error_of("tied", tmp_path) > 1e-2
+
+
+def test_what_followed_the_longest_words_is_proposed():
+    assert NgramDrafts()([1, 2, 3, 9, 8, 7, 5, 3, 1, 1, 2, 3], 4, 4) == [[9, 8, 7, 5]]
+    assert NgramDrafts()([1, 2, 3, 9, 8, 7, 5, 3, 1, 1, 2, 3], 4, 2) == [[9, 8]]
+    assert NgramDrafts()([4, 3, 1, 1, 2, 3], 4, 4) == [[1, 1, 2, 3]]
+    assert NgramDrafts()([1, 2, 3], 4, 4) == []
+
+
+def test_two_places_that_differ_share_the_budget():
+    text = [5, 1, 8, 5, 2, 6, 5, 2, 6, 5]
+    assert NgramDrafts()(text, 4, 9) == [[2, 6, 5]]  # by three tokens there is one
+    assert NgramDrafts(longest=1)(text, 4, 9) == [[2, 6], [1, 8]]
+    assert NgramDrafts(longest=1)(text, 1, 9) == [[2]]
+
+
+def test_a_tree_has_the_last_token_as_its_root():
+    tree = draft_tree(7, [[1, 2], [1, 3]], 6)
+    assert (tree.nodes, tree.lengths.tolist()) == (6, [4])
+    assert tree.tokens[0, :4].tolist() == [7, 1, 2, 3]
+    assert tree.parents[0, :4].tolist() == [-1, 0, 1, 1]

@@ -17,6 +17,8 @@ from treeattn.collectives.clusters.description import Cluster, Executor, Tier
 from treeattn.collectives.clusters.placement import block, node_groups
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.schedule import Payload
+from treeattn.study.compare.clock import Offset, on_common_clock
+from treeattn.study.compare.loop import Times
 from treeattn.study.intervals import ASSUMED, DRAWS, estimates, words
 
 
@@ -165,3 +167,22 @@ def test_how_good_predictions_were_is_summed_up():
     assert found["within_interval"] == pytest.approx(2 / 3)
     assert found["worst_choice"] == pytest.approx(1.05)
     assert compare_table.accuracy([]) == {}
+
+
+def test_series_of_made_up_instants():
+    """Two ranks, two iterations, two parts, by hand; nanoseconds in, microseconds out."""
+    first = [[0, 1000, 4000], [10_000, 12_000, 13_000]]
+    second = [[2000, 4000, 5500], [9000, 9500, 20_000]]
+    samples = Times(np.array([first, second]), 0, 0.0).samples(("early", "late"))
+    assert samples == {
+        "completion": [5.5, 11.0],
+        "after_last_entry": [3.5, 10.0],
+        "early": [2.0, 2.0],
+        "late": [3.0, 10.5],
+    }
+
+
+def test_offsets_change_linearly_between_comparisons():
+    before, after = Offset(1000, 5, 10_000), Offset(3000, 5, 30_000)
+    instants = np.array([10_000, 20_000, 30_000], np.int64)
+    assert on_common_clock(instants, before, after).tolist() == [11_000, 22_000, 33_000]

@@ -4,15 +4,21 @@ from types import SimpleNamespace
 
 import made_results
 import pytest
+from msgspec.structs import replace
 
 from treeattn.backends import cpu
 from treeattn.backends.cpu.records import MergeOperator
 from treeattn.cli import compare
+from treeattn.collectives.clusters import description
 from treeattn.errors import ArgumentError
-from treeattn.study.compare import measure, steps, sweep
+from treeattn.mpi import topology
+from treeattn.study import intervals
+from treeattn.study.compare import measure, prediction, steps, sweep
 from treeattn.study.compare.measure import Budget
-from treeattn.study.compare.rows import SUM
+from treeattn.study.compare.prediction import lacking, predicted
+from treeattn.study.compare.rows import SUM, Key
 from treeattn.study.compare.sweep import Block, blocks
+from treeattn.study.environment import _machine, node_load
 
 CASE = made_results.keys(["ring", "chain", "binary_tree"], [0])
 
@@ -149,3 +155,68 @@ def test_the_clock_stops_when_the_gpu_is_done(tokens: int, done: str) -> None:
     part()
     before = [] if tokens else ["records of fresh", "idle"]
     assert step.log == [*before, done, "waited"]
+
+
+KEY = Key("reduce", "recursive_doubling", 2, 0, 1, 1, 16, 16, 128, "bfloat16")
+LAPTOP, DGX = description.load("laptop"), description.load("dgx-h100")
+
+
+def microseconds(cluster, places, nodes, key):
+    return predicted(cluster, places, nodes, key, {}).time
+
+
+def test_the_host_is_predicted_by_what_a_decoder_takes_on_one_node():
+    slots = replace(LAPTOP, executors={"slots": LAPTOP.executors["slots"]}, executor="slots")
+    assert microseconds(LAPTOP, (0, 1), [[0, 1]], KEY) == microseconds(slots, (0, 1), [[0, 1]], KEY) > 0
+
+
+@pytest.mark.parametrize(
+    ("transport", "executor"), [("nccl", "nccl"), ("peer", "peer"), ("host", "mpi"), ("cuda-mpi", "mpi")]
+)
+def test_a_transport_of_gpus_is_predicted_by_its_executor(transport, executor):
+    key = replace(KEY, device="cuda", transport=transport)
+    alone = replace(DGX, executors={executor: DGX.executors[executor]}, executor=executor)
+    assert microseconds(DGX, (0, 1), [[0, 1]], key) == microseconds(alone, (0, 1), [[0, 1]], key) > 0
+
+
+def test_an_executor_without_prices_is_named():
+    leonardo, key = description.load("leonardo"), replace(KEY, device="cuda", transport="host")
+    assert predicted(leonardo, (0, 1), [[0], [1]], key, {}) is None
+    assert lacking(leonardo, (0, 1), key) == (
+        "no prices: leonardo: executors: there is no 'mpi'; choose from program"
+    )
+    assert lacking(leonardo, (0, 1), KEY) == ""
+
+
+def test_an_order_that_assumed_prices_decide_is_said_once(monkeypatch):
+    ranks = topology.Topology(tuple(topology.Rank(rank, 0, ()) for rank in range(2)))
+    monkeypatch.setattr(topology, "detect", lambda world: ranks)
+    unsure = intervals.Estimate(*[1.0] * 6, assumed_decides=True)
+    monkeypatch.setattr(prediction, "estimates", lambda cluster, costs: [unsure] * len(costs))
+    world = SimpleNamespace(rank=0, size=1, allgather=lambda value: [value])
+    keys = [KEY, replace(KEY, heads=8, kv_heads=8)]
+    found, said = prediction.predictions(world, topology.Described(DGX, "--cluster"), keys, {})
+    assert [*found] == keys
+    assert said.endswith("alone decide whether the fastest is faster than recursive_doubling")
+
+
+def entries(*hosts: tuple[str, str, set[int]]) -> list[dict]:
+    """What `placement` makes of ranks on (host, kernel, cores)."""
+    everyone = [({"host": host, "cores": len(cores)}, kernel, cores) for host, kernel, cores in hosts]
+    return [entry | _machine(kernel, everyone) for entry, kernel, _ in everyone]
+
+
+def test_ranks_bound_to_cores_of_their_own_are_no_crowd():
+    assert node_load(entries(("a", "k1", {0}), ("a", "k1", {1}), ("b", "k2", {0}), ("b", "k2", {1}))) is None
+
+
+def test_ranks_bound_to_one_core_are_a_crowd():
+    warning = node_load(entries(("a", "k1", {0}), ("a", "k1", {0}), ("b", "k2", {0})))
+    assert warning == "2 ranks share 1 cores of a: times show waiting, not the scheme"
+
+
+def test_nodes_of_one_kernel_share_its_cores():
+    """Emulated nodes and containers: each believes that it has all cores."""
+    ranks = entries(*((f"node{rank // 2}", "k1", {0, 1}) for rank in range(4)))
+    assert [entry["machine"] for entry in ranks] == [0, 0, 0, 0]
+    assert node_load(ranks) == "4 ranks share 2 cores of node0 and node1: times show waiting, not the scheme"

@@ -1,17 +1,22 @@
 """The simulator against closed formulas, against counting, and against what cannot be."""
 
+import json
 from math import log2
+from pathlib import Path
 
+import numpy as np
 import pytest
+import second_opinion as opinion
 from made_clusters import rendezvous, two_tiers, with_executor
 from msgspec.structs import replace
 
 from treeattn.collectives import Schedule, Transfer, build, names, needs_nodes
 from treeattn.collectives.clusters import description
+from treeattn.collectives.clusters.arrivals import arrivals
 from treeattn.collectives.clusters.bound import spread
 from treeattn.collectives.clusters.critical_path import assumed_share, critical_path, in_words
 from treeattn.collectives.clusters.description import Executor, Protocol, Tier
-from treeattn.collectives.clusters.placement import block, node_groups
+from treeattn.collectives.clusters.placement import block, cyclic, node_groups, suited
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.schedule import Payload
 from treeattn.errors import ArgumentError
@@ -260,3 +265,91 @@ def test_a_sender_that_waits_for_its_receiver_does_not_begin_before_it():
     found = simulate(schedule, cluster, (0, 1, 2, 3), Payload(1, 100_000), starts=(0.0, 0.0, 0.0, 4.0))
     message = next(flight for flight in found.flights if flight.round == 1)
     assert message.delivered == pytest.approx(1 + 100 + 1)
+
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def test_the_committed_results_are_within_the_bands_and_of_this_simulator():
+    """Ours is computed anew: prices or rules that changed since need new results."""
+    facts = json.loads((ROOT / "docs/results/second_opinion.json").read_text())
+    assert facts["bands"] == [opinion.BAND_ALONE, opinion.BAND]
+    assert len(facts["rows"]) >= 100
+    for row in facts["rows"]:
+        assert abs(row["difference"]) < (opinion.BAND if row["meet"] else opinion.BAND_ALONE), row
+        assert opinion.ours(row["cluster"], row["ranks"], row["scheme"], row["bytes"] // 520).time == (
+            pytest.approx(row["ours_us"])
+        )
+
+
+CLUSTER = two_tiers(4, 2)
+
+
+def test_block_and_cyclic():
+    assert block(CLUSTER, 5) == (0, 1, 2, 3, 4)
+    assert cyclic(CLUSTER, 8) == (0, 2, 4, 6, 1, 3, 5, 7)
+    assert cyclic(CLUSTER, 5) == (0, 2, 4, 1, 3)  # three nodes hold five ranks
+    assert node_groups(CLUSTER, cyclic(CLUSTER, 5)) == ((0, 3), (1, 4), (2,))
+
+
+def test_more_ranks_than_places():
+    for place in (block, cyclic):
+        with pytest.raises(ArgumentError, match=r"8 places, 2 \(node\) x 4 \(net\), for 9 ranks"):
+            place(CLUSTER, 9)
+    with pytest.raises(ArgumentError, match="for 9 ranks"):
+        suited(CLUSTER, build("chain", 9))
+
+
+@pytest.mark.parametrize(
+    "scheme", ["reduce_scatter_gather", "ring", "k_nomial_tree", "double_binary_tree", "bine"]
+)
+def test_suited_is_a_permutation_and_keeps_partners_together(scheme):
+    cluster = two_tiers(4, 4)
+    schedule = build(scheme, 16)
+    places = suited(cluster, schedule)
+    assert sorted(places) == list(range(16))
+    crossing = {
+        where: simulate(schedule, cluster, p, Payload(16, 8)).traffic[1].messages
+        for where, p in (("suited", places), ("cyclic", cyclic(cluster, 16)))
+    }
+    assert crossing["suited"] <= crossing["cyclic"]
+
+
+@pytest.mark.parametrize("text", ["random:100us", "exponential:0.1ms", "ascending:100us", "late:100us"])
+def test_patterns_of_arrivals(text):
+    pattern = arrivals(text)
+    steps = np.array([pattern.starts(step, 50) for step in range(200)])
+    assert steps.min() >= 0
+    assert (steps == [pattern.starts(step, 50) for step in range(200)]).all()
+    mean = {"random": 50, "exponential": 100, "ascending": 50, "late": 2}[pattern.pattern]
+    assert steps.mean() == pytest.approx(mean, rel=0.1)
+    if pattern.pattern == "late":
+        assert (np.sort(steps)[:, -2:] == [0, 100]).all()
+        assert len(set(steps.argmax(axis=1))) > 25
+    else:
+        assert pattern.drawn == (pattern.pattern != "ascending")
+        assert steps.max() <= (100 if pattern.pattern != "exponential" else 3000)
+
+
+def test_instants_of_each_rank():
+    found = arrivals("0+20us+1ms")
+    assert [found.starts(step, 3) for step in range(2)] == [[0.0, 20.0, 1000.0]] * 2
+    with pytest.raises(ArgumentError, match="3 instants for 8 ranks"):
+        found.check(8)
+
+
+def test_a_late_rank_delays_the_step_and_an_early_one_does_not():
+    cluster = with_executor(two_tiers(4, 2, within=1.0, between=10.0, bandwidth=1.0, cards=2), round=2.0)
+    schedule, places = build("recursive_doubling", 8), tuple(range(8))
+    together, late, all_late = (
+        simulate(schedule, cluster, places, Payload(1, 1000), starts=starts).time
+        for starts in (None, [0.0] * 7 + [50.0], [50.0] * 8)
+    )
+    assert late == pytest.approx(together + 50)
+    assert all_late == pytest.approx(together)
+
+
+@pytest.mark.parametrize("text", ["", "early:5us", "random", "random:5", "none.csv", "0+5", "5us"])
+def test_words_that_cannot_be(text):
+    with pytest.raises(ArgumentError):
+        arrivals(text)
