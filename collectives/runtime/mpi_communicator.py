@@ -14,7 +14,6 @@ import inspect
 import re
 import sys
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
@@ -115,13 +114,6 @@ class MpiCommunicator(MPI.Intracomm):
 
     def start_barrier(self) -> Callable[[], bool]:
         return self.Ibarrier().Test
-
-    def barrier_asleep(self) -> None:
-        """A barrier that leaves the CPU to other ranks, which may work for as long as they run."""
-        everyone = self.Ibarrier()
-        with watchdog.Guarded("the barrier between measurements", patient=True):
-            while not everyone.Test():
-                time.sleep(0.002)
 
     def _exchange(self) -> tuple[Member, ...]:
         own = MPI.COMM_WORLD.rank

@@ -70,7 +70,7 @@ def test_a_tree_of_a_file(tmp_path, ranks, options):
 
 def test_several_schemes_side_by_side(tmp_path):
     source = written(tmp_path / "tree.safetensors")
-    done = treeattn("verify", source, "--scheme", "binary_tree,recursive_doubling", "--wide", ranks=2)
+    done = treeattn("verify", source, "--scheme", "binary_tree,recursive_doubling", ranks=2)
     assert done.stderr == ""
     assert "drafts (single)" in done.stdout
     assert done.stdout.count("pass") == 2

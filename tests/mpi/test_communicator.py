@@ -171,15 +171,6 @@ def test_what_a_step_calls_is_not_counted_twice(comm):
     assert not sees(comm, ".+", lambda pause: (pause(), comm.unwatched.Barrier()), looks=20)
 
 
-def test_ranks_that_sleep_in_a_barrier_are_not_late(comm):
-    assert not sees(comm, ".+", lambda pause: (pause(), comm.barrier_asleep()), looks=20)
-    comm.Barrier()
-    time.sleep(0.02 if comm.rank == 0 else 0)
-    came = time.monotonic_ns()
-    comm.barrier_asleep()
-    assert time.monotonic_ns() >= max(comm.allgather(came))
-
-
 def test_a_limit_that_one_rank_cannot_read_is_told_by_all(comm, several, monkeypatch):
     last = comm.size - 1
     monkeypatch.setenv("TREEATTN_TIMEOUT", "soon" if comm.rank == last else "5")

@@ -17,7 +17,7 @@ from treeattn.study.partials import check_partials
 @click.option("--whole", type=FILE, help="What was made of the parts: out and perhaps lse.")
 @click.option("--base", type=click.Choice(["e", "2"]), default="e",
               help="Of lse, as it is believed to be; FlashInfer writes base 2.")  # fmt: skip
-@output_options(wide=False, json="Write the findings.")
+@output_options(json="Write the findings.")
 def command(parts: tuple[Path, ...], whole: Path | None, base: str, output: Output) -> int:
     """Find out why the partial results of several ranks do not add up. Needs no MPI.
 

@@ -67,7 +67,7 @@ def _numbers(
 @click.option("--library-algorithm", metavar="NAME",
               help="Of the library's sum, NCCL's as ring/ll; by jobs/library_algorithm.sbatch.")  # fmt: skip
 @options.output_options("Append to this file of JSON lines; what it holds is not measured again.",
-                        wide=False, json="Write the summaries of this command.")  # fmt: skip
+                        json="Write the summaries of this command.")  # fmt: skip
 def command(
     schemes: str,
     device: str,

@@ -15,11 +15,10 @@ from treeattn.cli.options import FILE, Output
 from treeattn.cli.problem import Problem
 from treeattn.cli.scheme import for_out, given
 from treeattn.cli.verdict import Judge, Row, conclude, ended_with, timed
-from treeattn.collectives.runtime.communicator import Communicator
 from treeattn.decoder import Decoder
 from treeattn.decoder.request import Reduction
 from treeattn.mpi.communicators import collectively
-from treeattn.report import Column, count, microseconds
+from treeattn.report import Column, microseconds
 from treeattn.shards import Layout
 
 
@@ -86,32 +85,9 @@ def command(
                 "transport": decoder.transport,
                 "first_step_s": first,
                 "step_s": others,
-                **_wire(world, decoder),
             })  # fmt: skip
-    return conclude(world, problem, rows, [
-        *(Column(name, partial(_sent, name), count, wide=True)
-          for name in ("rounds", "depth", "messages", "bytes")),
-        *(Column(part, partial(_median, part), microseconds) for part in ("local", "reduce", "finish")),
-    ], output)  # fmt: skip
-
-
-def _wire(world: Communicator, decoder: Decoder) -> dict[str, Any]:
-    """What is sent in one step, all ranks together; a library decides that, and the "payload" is what it was
-    given. Collective."""
-    proof = decoder.certificate
-    everyone: list[Any] = world.allgather(decoder.sent)
-    facts = {name: getattr(proof, name, None) for name in ("rounds", "depth", "messages", "bytes")}
-    if everyone[0] is None:
-        return facts
-    if isinstance(everyone[0], int):
-        return facts | {"payload": sum(everyone)}
-    sizes = [size for sent in everyone for _, size in sent]
-    return facts | {"messages": len(sizes), "bytes": sum(sizes)}
-
-
-def _sent(name: str, row: Row) -> object:
-    """A baseline has no rounds that were proved, a library tells nothing."""
-    return "library" if row["messages"] is None else row[name]
+    parts = (Column(part, partial(_median, part), microseconds) for part in ("local", "reduce", "finish"))
+    return conclude(world, problem, rows, list(parts), output)
 
 
 def _median(part: str, row: Row) -> float:

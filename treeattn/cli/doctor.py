@@ -56,7 +56,7 @@ print("right" if (cupy.asnumpy(out) == 0.5).all() else "wrong")
 
 
 @click.command("doctor")
-@output_options(wide=False, json="Write the findings here.")
+@output_options(json="Write the findings here.")
 def command(output: Output) -> int:
     """Say what treeattn finds on this machine, and how to mend what is missing.
 

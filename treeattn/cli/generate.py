@@ -54,7 +54,7 @@ _NODES = 8  # of a tree of drafts: the last token, and seven that may follow
 @options.DEVICE
 @click.option("--transport",
               help="How attention's records travel: mpi; of GPUs nccl, peer, cuda-mpi or host.")  # fmt: skip
-@options.output_options(wide=False, json="Write everything measured.")
+@options.output_options(json="Write everything measured.")
 def command(
     directory: Path,
     prompt: str | None,

@@ -144,7 +144,7 @@ class Output:
 def output_options(
     out: str | None = None,
     required: str | None = None,
-    wide: bool = True,
+    wide: bool = False,
     json: str | None = "Write everything that was found.",
 ) -> Callable[[Command], Command]:
     """Decorate a command with the options of `Output`, which it takes as one argument, `output`.

@@ -15,7 +15,7 @@ from treeattn.study.paper import EXPERIMENTS, MACHINE, shown
 
 @click.command("paper")
 @click.argument("experiments", nargs=-1, type=click.Choice(list(EXPERIMENTS)))
-@options.output_options(json="Write settings, tables and notes.")
+@options.output_options(wide=True, json="Write settings, tables and notes.")
 def command(experiments: tuple[str, ...], output: Output) -> None:
     """Print the paper's experiments, its numbers and the model side by side (default: all).
 

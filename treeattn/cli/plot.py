@@ -52,7 +52,7 @@ def figures() -> Any:
               metavar="F[,F..]", help="Of time, relative, scaling, predicted; default all.")  # fmt: skip
 @click.option("--baseline", metavar="S", help="The scheme of relative times; default MPI_Allreduce(SUM).")
 @click.option("--width", default="6.5in", metavar="3.3in|84mm", help="Of a figure.")
-@output_options(wide=False, json="Write the summaries that are drawn.")
+@output_options(json="Write the summaries that are drawn.")
 def command(
     results: tuple[Path, ...],
     folder: str,

@@ -43,7 +43,7 @@ _Simulated = Callable[..., Simulation | None]
 @click.argument("files", nargs=-1, required=True, type=FILE, metavar="RESULTS..")
 @click.option("--baseline", metavar="S", help="Of ratios and verdicts.  [the library's sum]")
 @CLUSTER
-@output_options("The page.", "FILE.html", wide=False, json=None)
+@output_options("The page.", "FILE.html", json=None)
 def command(files: tuple[Path, ...], baseline: str | None, cluster: str | None, output: Output) -> int:
     """Write results of `treeattn compare --out` as one HTML file that needs no network and no MPI.
 

@@ -33,7 +33,7 @@ _COLUMNS: list[Column[dict[str, Any]]] = [
 @click.option("--threads", callback=read(numbers), default="1", metavar="N[,N..]")
 @click.option("--repeat", type=COUNT, default=7,
               help="How often limits and attention are run in turn; the best counts.")  # fmt: skip
-@output_options(wide=False, json="Write what was measured here.")
+@output_options(json="Write what was measured here.")
 def command(
     tokens: int,
     dtypes: tuple[str, ...],

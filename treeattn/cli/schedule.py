@@ -29,7 +29,7 @@ _DRAWINGS = {"text": draw.text, "svg": draw.svg, "html": draw.html}
               help="goal, with messages of --heads, is for simulators of networks.")  # fmt: skip
 @HEADS
 @HEAD_DIM
-@output_options("Write the drawing here instead of to the screen.", wide=False,
+@output_options("Write the drawing here instead of to the screen.",
                 json="Write the schedule and its certificate here.")  # fmt: skip
 def command(
     scheme: str,

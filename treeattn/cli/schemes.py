@@ -11,7 +11,7 @@ from treeattn.selection import CATALOG
 
 
 @click.command("schemes")
-@output_options(json="Write the catalogue here.")
+@output_options(wide=True, json="Write the catalogue here.")
 def command(output: Output) -> None:
     """List every scheme with its parameters: what it is and, with --wide, its time and restriction."""
     output.open()

@@ -50,7 +50,7 @@ _SCHEMES = "recursive_doubling,k_nomial_tree,reduce_scatter_gather,hierarchical,
               help="random, exponential, ascending, late:100us; each rank's instant.")  # fmt: skip
 @click.option("--format", "form", type=click.Choice(["table", "svg", "rounds"]), default="table",
               help="One scheme with its critical path: svg over time, rounds as a schedule.")  # fmt: skip
-@options.output_options("Write the drawing here instead of to the screen.", wide=False)
+@options.output_options("Write the drawing here instead of to the screen.")
 def command(
     cluster: str | None,
     ranks: int | None,

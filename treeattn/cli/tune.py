@@ -97,10 +97,8 @@ def command(
     made.table(shown, [
         Column("schedule", words=True),
         *estimated(),
-        Column("x floor", lambda row: row["microseconds"] / floor, ".2f", wide=True),
         Column("NIC", "busiest_card_bytes", count),
         Column("bits", lambda row: "always" if row["determinism"] == "A" else "in order"),
-        Column("messages", form=count, wide=True),
     ])  # fmt: skip
     made.line(
         f"\n{len(everything)} candidates; shown is what none beats in time, bytes of the busiest NIC and bits"

@@ -154,7 +154,7 @@ def conclude(
     references = rows[0]["errors"]
     errors: list[Column[Row]] = [
         Column("error\nof out", partial(_worst, 0), ".1e"),
-        Column("error\nof lse", partial(_worst, 1), ".1e", wide=True),
+        Column("error\nof lse", partial(_worst, 1), ".1e"),
     ]
     made.table(rows, [
         Column("scheme", words=True),
