@@ -80,7 +80,7 @@ def parts(tokens: int, most: int | None) -> list[slice]:
 def parse_layout(text: str) -> Layout:
     """Read ``contiguous``, ``interleaved``, ``zigzag`` or ``sizes=a,b,..``. Raises `ArgumentError`."""
     if text in LAYOUTS[:3]:
-        return Layout(text)
+        return Layout(str(text))  # perhaps NumPy's, which no JSON takes
     name, _, values = text.partition("=")
     if name != "sizes":
         raise ArgumentError(f"unknown layout {text!r}: choose one of {', '.join(LAYOUTS)}")

@@ -39,10 +39,13 @@ def command(line, code=0):
     return run(*launcher, *words, code=code, **SETTINGS)
 
 
-def test_a_command_below_a_shell_makes_the_group_itself_and_prints_once():
-    done = command(f'"$@" decode {ROOT}/tests/data/smollm2_layer17_4096.safetensors; exit $?')
-    assert done.stdout.count("2 ranks on 1 node") == 1
-    assert len([line for line in done.stdout.splitlines() if line.startswith("recursive_doubling")]) == 1
+def test_commands_below_a_shell_make_their_groups_themselves_and_print_once():
+    """One after the other, each with messages and a command line of its own."""
+    decode = f'"$@" decode {ROOT}/tests/data/smollm2_layer17_4096.safetensors'
+    lines = command(f"{decode} && {decode} --scheme ring; exit $?").stdout.splitlines()
+    assert sum("2 ranks on 1 node" in line for line in lines) == 2
+    found = [line.split()[0] for line in lines if line.startswith(("recursive_doubling", "ring"))]
+    assert found == ["recursive_doubling", "ring"]
 
 
 def test_help_and_doctor():

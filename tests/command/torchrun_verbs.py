@@ -1,5 +1,8 @@
 """What takes ``comm=`` over the ranks of torchrun, against the oracle: a program of test_torchrun.py."""
 
+import tempfile
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import treeattn
+from tests.support.models import write_model
 from tests.support.torchrun import without_mpi
+from treeattn.llama import Llama, Session
+from treeattn.llama.generate import generate
 from treeattn.reference import attention
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
@@ -99,6 +105,11 @@ def main():
         cache.append(k[:, at : at + 1], v[:, at : at + 1])
     close(treeattn.decode(q, cache.k, cache.v, lengths=cache.lengths), wanted)
     refusals()
+    model, texts = Llama(write_model(Path(tempfile.mkdtemp()) / "tied", "tied")), []
+    for drafts in 0, 5:
+        with Session(None, model, [3, 4, 5] * 3, capacity=20, drafts=drafts) as session:
+            texts.append(generate(session, 10, drafter=lambda *_: [[3, 4]]).tokens)
+    assert texts[0] == texts[1]
     without_mpi()
     dist.barrier()
     groups = alone, dist.new_group([0, 1]), dist.group.WORLD

@@ -137,4 +137,4 @@ def test_a_sweep_goes_on_after_a_scheme_that_fails(comm):
     blocks = [("ring", 0), ("ring", 1)]
     assert points == (blocks if comm.rank == 0 else [])
     assert failures == ["hierarchical:nodes=99"]
-    assert ": 0 of 4 blocks are done" in began[0]  # in whatever order
+    assert began[0].endswith(": 0 of 4 blocks are done")  # in whatever order, and no time is known

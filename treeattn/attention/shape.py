@@ -58,6 +58,7 @@ class Shape:
         paged = () if self.page_size is None else ("page_size",)
         for name in ("batch", "queries", "heads", "kv_heads", "head_dim", "v_dim", *paged):
             check_number(name, getattr(self, name))
+            object.__setattr__(self, name, int(getattr(self, name)))  # products of NumPy's could overflow
         if self.heads % self.kv_heads:
             raise ArgumentError(
                 f"{self.heads} query heads cannot be grouped over {self.kv_heads} KV heads: "

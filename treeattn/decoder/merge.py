@@ -117,6 +117,7 @@ class Parts:
         for name, sizes, least in (("lse_shape", self.lse_shape, 0), ("head_dim", (self.head_dim,), 1)):
             if not all(isinstance(n, int | np.integer) and n >= least for n in sizes):
                 raise ArgumentError(f"{name} {list(sizes)}: whole numbers, at least {least}, are needed")
+        object.__setattr__(self, "lse_shape", tuple(map(int, self.lse_shape)))  # NumPy's could overflow
 
     @property
     def record_dtype(self) -> np.dtype[Any]:

@@ -242,11 +242,9 @@ class Session:
     def accept(self, tree: TokenTree, logits: Array) -> Accepted:
         """Which nodes of a tree are kept by logits [drafts, vocab_size] of `verify`, as rank 0 sees them, and
         the token after them: what the model would have said without drafts."""
-        return broadcast_from_root(
-            self.comm,
-            lambda: accept_greedy(tree, _likeliest(logits)[None], comm=communicators.alone()),
-            "the drafts that rank 0 accepts",
-        )
+        what = "the tokens that rank 0 chooses"
+        chosen = broadcast_from_root(self.comm, lambda: _likeliest(logits), what)
+        return accept_greedy(tree, chosen[None], comm=self.comm)
 
     def close(self) -> None:
         """Release what was planned. Collective."""

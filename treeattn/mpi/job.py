@@ -62,6 +62,7 @@ def _start_group(size: int) -> None:
     global _grouped
     try:
         import torch.distributed as dist
+        from torch.distributed.rendezvous import rendezvous
     except ImportError as error:
         raise BackendError(
             f"torchrun started {size} processes, but torch cannot be loaded here ({error}): install it for "
@@ -69,7 +70,11 @@ def _start_group(size: int) -> None:
         ) from error
     with watchdog.Guarded("the start of the process group"):
         try:
-            dist.init_process_group("gloo")
+            store, rank, _ = next(rendezvous("env://"))
+            # torchrun keeps it for all commands of a shell, which would find the addresses of the first.
+            number = store.add(f"commands of rank {rank}", 1)
+            own = dist.PrefixStore(f"command {number}", store)
+            dist.init_process_group("gloo", store=own, rank=rank, world_size=size)
         except (ValueError, RuntimeError) as error:
             raise BackendError(f"the {size} ranks of torchrun make no process group: {error}") from error
     _grouped = True

@@ -34,6 +34,18 @@ def test_types_are_names_or_objects(dtype):
         assert merger.parts.dtype == "bfloat16"
 
 
+def test_numbers_and_words_of_numpy_are_taken_for_what_they_are(tmp_path):
+    """Products of theirs overflow, and no JSON takes them."""
+    plan = {name: np.uint8(value) for name, value in PLAN.items()}
+    with treeattn.Prefill(tokens=np.uint8(64), **plan, dtype="float32") as prefill:
+        assert prefill(np.repeat(Q, 64, 1), K, K)[0].shape == (1, 64, 16, 128)
+    with treeattn.Merger(lse_shape=(np.uint8(64), np.uint8(16)), head_dim=np.uint8(8)) as merger:
+        assert merger(np.zeros((64, 16, 8), "f"), np.zeros((64, 16), "f"))[0].shape == (64, 16, 8)
+    how = {"kv_heads": plan["kv_heads"], "head_dim": plan["head_dim"], "layout": np.str_("interleaved")}
+    treeattn.ShardedCache(capacity=np.uint8(64), **how).save(tmp_path)
+    assert treeattn.ShardedCache.load(tmp_path).k.shape == (1, 64, 4, 128)
+
+
 @pytest.mark.parametrize(
     ("q", "k", "which"), [("swap", "swap", "q and k"), ("swap", "keep", "q"), ("keep", "swap", "k")]
 )

@@ -71,8 +71,10 @@ def sweep(
         for block in plan:
             if spent[block.key] > budget.patience or spent[block.key] == math.inf:
                 continue
-            left = (time.monotonic() - began) / max(measured, 1) * (todo - measured)
-            progress = f"{measured:,} of {todo:,} blocks are done, at most {left:,.0f} s are left"
+            progress = f"{measured:,} of {todo:,} blocks are done"
+            if measured:
+                left = (time.monotonic() - began) / measured * (todo - measured)
+                progress += f", at most {left:,.0f} s are left"
             say(f"{block.key.what} {block.key.label}: {progress}")
             try:
                 found = bench.block(block.key, inputs)
