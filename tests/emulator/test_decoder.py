@@ -236,7 +236,7 @@ def test_a_captured_step_over_arrays_of_another_library(runtime: EmulatorRuntime
         np.testing.assert_array_equal(got[1], wanted[1])
 
 
-@pytest.mark.parametrize("way", ["whole", "in parts", "captured", "merge"])
+@pytest.mark.parametrize("way", ["whole", "in parts", "captured", "capture", "merge", "prefill"])
 def test_a_step_on_another_stream_follows_the_last_one(monkeypatch: pytest.MonkeyPatch, way: str) -> None:
     """They use the same buffers. Without `follow` the first step comes last."""
     np.testing.assert_array_equal(two_steps(monkeypatch, LazyRuntime(), way), 2)
@@ -252,12 +252,18 @@ def two_steps(monkeypatch: pytest.MonkeyPatch, runtime: LazyRuntime, way: str) -
     k, values = q, (q, q + 2)
     decoder = treeattn.Decoder(heads=1, kv_heads=1, head_dim=64, dtype="float32", device="cuda")
     merger = treeattn.Merger(lse_shape=(1, 1), head_dim=64, dtype="float32", device="cuda")
+    out = None
     captured = decoder.capture(q, k, values[1]) if way == "captured" else tuple
+    prefill = treeattn.Prefill(tokens=1, heads=1, kv_heads=1, head_dim=64, dtype="float32", device="cuda")
     runtime.synchronize_all()
     for step, v in enumerate(values):
         runtime.stream = 5 + step
         if way == "merge":
             merger(v[0], np.zeros((1, 1), np.float32))
+        elif way == "prefill":
+            out, _ = prefill(q, k, v)
+        elif way == "capture" and step:
+            decoder.capture(q, k, v)
         elif way == "captured" and step:
             captured()
         elif way == "in parts":
@@ -268,7 +274,7 @@ def two_steps(monkeypatch: pytest.MonkeyPatch, runtime: LazyRuntime, way: str) -
         else:
             decoder(q, k, v)
     runtime.synchronize_all()
-    return merger.out if way == "merge" else decoder.out
+    return {"merge": merger.out, "prefill": out}.get(way, decoder.out)
 
 
 def test_packed_is_each_beam_alone(runtime: EmulatorRuntime) -> None:

@@ -66,6 +66,14 @@ def test_reproducible_queries_have_the_bits_of_one_rank(comm, drawn, layout):
         assert lse.tobytes() == whole_lse[..., own].tobytes()
 
 
+def test_bits_of_bfloat16_are_taken_for_it(comm, drawn):
+    case, own, given = drawn(3)
+    arrays = [array[:, own].astype("bfloat16") for array in (case.q, case.k, case.v)]
+    wanted = treeattn.prefill(*arrays, comm=comm, **given)
+    found = treeattn.prefill(*(array.view(np.uint16) for array in arrays), comm=comm, **given)
+    assert [one.tobytes() for one in found] == [one.tobytes() for one in wanted]
+
+
 def test_what_cannot_be_is_told_by_all(comm):
     one = np.ones((1, 2, 2, 8), np.float32)
     odd = comm.rank == comm.size - 1

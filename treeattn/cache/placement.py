@@ -177,6 +177,10 @@ class LayerPlan(NamedTuple):
         """Names of the arrays of a layer."""
         return ("k",) if self.latent else ("k", "v")
 
+    def as_index(self, tokens: slice | Array) -> slice | Array:
+        """What `ordered` gave, where the arrays lie."""
+        return tokens if isinstance(tokens, slice) else self.device.from_host(tokens)
+
     @property
     def widths(self) -> tuple[int, ...]:
         """Channels of these arrays."""

@@ -234,7 +234,7 @@ def read_layers(layers: Sequence[CacheLayer], directory: Path, index: Index) -> 
                 for name, array in zip(plan.names, layer.arrays, strict=True):
                     taken = ordered(at[into])
                     rows = _checked(file, f"layers.{number}.{name}", taken, mine[into], array.shape)
-                    array[:, ordered(into)] = plan.device.from_host(rows)
+                    array[:, plan.as_index(ordered(into))] = plan.device.from_host(rows)
     for layer in layers:
         layer._stand(reach)
 

@@ -208,7 +208,7 @@ class CacheLayer:
     def _write(self, writes: list[Write], reach: Reach, given: tuple[Array, ...]) -> None:
         self._reserve(reach)
         for rows, into, chosen in writes:
-            taken = chosen if isinstance(chosen, slice) else self._plan.device.from_host(chosen)
+            taken = self._plan.as_index(chosen)
             for shard, new in zip(self.arrays, given, strict=True):
                 shard[rows, into] = new[rows, taken]
         self._stand(reach)

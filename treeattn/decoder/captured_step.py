@@ -30,6 +30,7 @@ class CapturedStep:
         self._captured, self._give, self._look, self._in_order = captured, give, look, in_order
         self._thread = Owner("this captured step")
         self._owners = owners  # of the memory that the graph works on: it knows addresses only
+        in_order()
         captured()
         captured.record()
 

@@ -21,6 +21,7 @@ from treeattn.attention.shape import DTYPES, Shape, bits_of, check_number, query
 from treeattn.backends.device import Device, find
 from treeattn.collectives.runtime import watchdog
 from treeattn.collectives.runtime.communicator import Communicator, Given
+from treeattn.collectives.runtime.memory import StreamOrder
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder.mask_plan import DeclaredPositions, agreed_runs, check_blocks
 from treeattn.decoder.plan import sinks
@@ -106,7 +107,9 @@ def prefill(
     comm = communicators.intracomm(comm)
     with Agreement(comm, "prefill"):
         place = find(device or arrays.device_of("q", q), reproducible, comm.size)
-        given = [place.tensor(name, array, None) for name, array in (("q", q), ("k", k), ("v", v))]
+        seen = {name: place.view(name, array) for name, array in (("q", q), ("k", k), ("v", v))}
+        bits = {name: "bfloat16" if one.dtype == np.uint16 else None for name, one in seen.items()}
+        given = [place.tensor(name, one, bits[name]) for name, one in seen.items()]
         for name, array in zip("qkv", given, strict=True):
             if array.shape[:2] != given[0].shape[:2] or array.dtype != given[0].dtype:
                 raise ArgumentError(
@@ -272,7 +275,7 @@ class Prefill:
         assert shards is not None
         self._nccl = _between_gpus(comm, place) if place.name == "cuda" and comm.size > 1 else None
         with Agreement(comm):  # all that a rank may have no memory for, before another waits for it
-            self._shape, self._device = shape, place
+            self._shape, self._device, self._in_order = shape, place, StreamOrder(place.stream)
             self._ring = _Ring(shards, comm.rank, place, shape, self._nccl)
             stands = shards[comm.rank].positions()
             if reproducible == "blocks":
@@ -305,6 +308,7 @@ class Prefill:
         q, k, v = self._containers.take(q, k, v)
         tokens = self._results[0].shape[1]
         self._check(tokens, q, k, v)
+        self._in_order()
         for number, (runs, keys, values) in enumerate(self._ring.blocks(self._comm, k, v)):
             for rows, queries in self._parts if len(runs) else ():
                 queries.attend(q[:, rows], keys, values, runs, begins, number > 0, self.block_kernel)

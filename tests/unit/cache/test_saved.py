@@ -14,8 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.emulator.runtime import StrictRuntime
 from tests.support.caches import LAYOUTS, Plain, caches, layout_of
 from tests.support.drawn import examples
+from treeattn.backends.cuda import cupy_runtime
 from treeattn.cache import ShardedCache, saved, sharded
 from treeattn.cache.saved import read_index
 from treeattn.errors import ArgumentError, BackendError
@@ -90,6 +92,16 @@ def filled(size=3, tokens=7, **options):
         for layer, (k, v) in zip(cache.layers, new, strict=True):
             layer.append(k, v, [tokens, tokens - 2])
     return ranks
+
+
+def test_a_gpu_is_told_where_tokens_go_by_itself(tmp_path, monkeypatch):
+    """Those of one file, dealt out anyhow, among those of another: no slice, and nothing of the host."""
+    monkeypatch.setattr(cupy_runtime, "current", StrictRuntime)
+    save(filled(2, layout=[0, 1, 1, 0, 1, 0, 0, 1, 1]), tmp_path)
+    (there,), (here,) = load(tmp_path, 1, device="cuda"), load(tmp_path, 1)
+    for row, length in enumerate(here.lengths):
+        for found, wanted in zip(there.arrays, here.arrays, strict=True):
+            np.testing.assert_array_equal(found[row, :length].get(), wanted[row, :length])
 
 
 def flip(path, at):

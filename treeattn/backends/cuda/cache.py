@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from treeattn.attention.shape import read_scales
 from treeattn.backends.cuda.arguments import wrong_type
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.backends.cuda.variants import TYPES, TYPES_8
@@ -22,7 +23,7 @@ class CacheType:
         if kv_dtype is not None and kv_dtype not in known:
             raise ArgumentError(f"kv_dtype {kv_dtype!r} is unknown: use one of {', '.join(known)}")
         self._dtype = kv_dtype
-        self._scales = [_scale("k_scale", k_scale), _scale("v_scale", v_scale)]
+        self._scales: list[Any] = [read_scales("k_scale", k_scale), read_scales("v_scale", v_scale)]
         self._devices: dict[int, Any] = {}
 
     def kernel_type(self, k: Array, v: Array) -> str:
@@ -47,22 +48,10 @@ class CacheType:
             return 0, 0
         if kv_heads not in self._devices:
             for name, scale in zip(("k_scale", "v_scale"), self._scales, strict=True):
-                if scale.shape not in ((), (kv_heads,)):
-                    raise ArgumentError(f"{name} has shape {list(scale.shape)}: one number, or [{kv_heads}]")
+                if (shape := np.shape(scale)) not in ((), (kv_heads,)):
+                    raise ArgumentError(f"{name} has shape {list(shape)}: one number, or [{kv_heads}]")
             self._devices[kv_heads] = runtime.zeros(2 * kv_heads, np.float32)
             both = [np.broadcast_to(scale, (kv_heads,)) for scale in self._scales]
             runtime.upload(self._devices[kv_heads], np.concatenate(both, dtype=np.float32))
         place = runtime.address(self._devices[kv_heads])
         return place, place + 4 * kv_heads
-
-
-def _scale(name: str, value: Any) -> Any:
-    if value is None:
-        return None
-    try:
-        scale = np.asarray(value, np.float32)
-    except (TypeError, ValueError):
-        scale = np.array(np.nan, np.float32)
-    if not np.isfinite(scale).all() or scale.ndim > 1:
-        raise ArgumentError(f"{name} must be a finite number, or one for each KV head, not {value!r:.60}")
-    return scale
