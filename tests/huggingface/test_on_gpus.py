@@ -12,14 +12,15 @@ torch = pytest.importorskip("torch", reason="not installed (the extra `huggingfa
 
 from tests.emulator.device_array import DeviceArray  # noqa: E402
 from tests.emulator.raw_module import compiler_problem  # noqa: E402
-from tests.support.cuda_tensors import CudaTensor, models_on_gpu, plain  # noqa: E402
+from tests.support.cuda_tensors import CudaTensor, models_on_gpu, on_gpu, plain  # noqa: E402
+from tests.support.frames import frames  # noqa: E402
 from tests.support.tiny_models import padded, prompt, wide  # noqa: E402
 from treeattn import cache_nodes, huggingface  # noqa: E402
+from treeattn.attention import arrays  # noqa: E402
 from treeattn.backends.cuda.device import Cuda  # noqa: E402
 from treeattn.cache.sharded import CacheLayer  # noqa: E402
 from treeattn.decoder import Reduction, gpu_reducers  # noqa: E402
 from treeattn.errors import ArgumentError, TransportError  # noqa: E402
-from treeattn.huggingface import plans  # noqa: E402
 
 pytestmark = [
     pytest.mark.mpi,
@@ -116,6 +117,26 @@ def test_a_token_reads_nothing_of_a_gpu(cache_of, monkeypatch):
         counts.append(len(reads))
     assert counts[0] > 0
     assert counts[1] == 2 * counts[0]
+
+
+@torch.no_grad()
+def test_what_a_layer_of_a_token_costs_the_host(comm, cache_of):
+    """Python functions of the package, which may only fall."""
+    model, layers = wide("Llama", "treeattn", num_hidden_layers=8), 8
+    cache = cache_of(model)
+    for tokens in 12, 1, 1:
+        model(prompt(1, tokens), cache=cache)
+    entered = frames(lambda: model(prompt(1, 1), cache=cache))
+    assert len(entered) / layers <= (84 if comm.size == 1 else 92)
+
+
+def test_a_tensor_of_another_stream_goes_by_dlpack(runtime, monkeypatch):
+    """Which waits for it; the stand-in's says that it was asked."""
+    tensor = on_gpu(torch.ones(1, 1, 4, 8))
+    assert arrays.on_gpu("q", tensor, runtime).shape == tensor.shape
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=9))
+    with pytest.raises(ArgumentError, match="q cannot be taken as it is"):
+        arrays.on_gpu("q", tensor, runtime)
 
 
 def continued(comm, cache_of, folder):
@@ -226,7 +247,7 @@ FORGOTTEN = {
     "decode": (huggingface.attention, "as_rows", lambda states: states.numpy()),
     "select": (CacheLayer, "select", copied_by_numpy),
     "save": (Cuda, "to_host", lambda device, array: np.asarray(array)),
-    "result": (plans, "as_tensor", lambda array: torch.from_numpy(array.numpy())),
+    "result": (huggingface.attention, "finished", lambda out, *_: torch.from_numpy(out.numpy())),
 }
 
 

@@ -143,6 +143,7 @@ def models_on_gpu(rank: int = 0) -> Iterator[StrictRuntime]:
     with contextlib.ExitStack() as stack:
         for owner, name, one in (
             (cupy_runtime, "current", lambda: runtime),
+            (arrays, "_is_plain", lambda one: type(one) in (torch.Tensor, CudaTensor)),
             (torch, "from_dlpack", taken),
             (torch, "empty", in_torchs_pool),
             (torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0)),

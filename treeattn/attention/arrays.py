@@ -42,6 +42,8 @@ _HOST, _GPU = (1, 3), (2, 13)
 # DLDataTypeCode, as the array interface calls it. A bfloat16 goes by its bits.
 _KINDS = {0: "i", 1: "u", 2: "f", 4: "u"}
 _BFLOAT = 4
+# torch's types, as the CUDA array interface calls them.
+_TORCH_TYPES = {"torch.float32": "<f4", "torch.float16": "<f2", "torch.bfloat16": "<u2", "torch.uint8": "|u1"}
 
 
 class _Tensor(ctypes.Structure):
@@ -123,6 +125,8 @@ def on_gpu(name: str, array: Any, runtime: Any) -> Any:
     """
     if runtime.holds(array):
         return array
+    if (view := _torch_view_on_gpu(array, runtime)) is not None:
+        return view
     if device_of(name, array) != "cuda":
         raise _elsewhere(name, array, "cuda")
     if not hasattr(array, "__dlpack__"):
@@ -164,7 +168,7 @@ def _torch_view(array: Any) -> Array | None:
     """A plain tensor of torch on the host, by its own way to NumPy, which takes an eighth of DLPack's time;
     None for all else, of which DLPack tells what is wrong with it."""
     torch = sys.modules.get("torch")
-    if torch is None or type(array) is not torch.Tensor or array.requires_grad:
+    if torch is None or not _is_plain(array) or array.requires_grad:
         return None
     try:
         if array.dtype is torch.bfloat16:
@@ -179,8 +183,37 @@ def _torch_view(array: Any) -> Array | None:
     return view
 
 
+def _torch_view_on_gpu(array: Any, runtime: Any) -> Any:
+    """A plain tensor of torch by its pointer, where torch computes on the runtime's stream: nothing is waited
+    for then. None for all else, which goes by DLPack."""
+    torch = sys.modules.get("torch")
+    if torch is None or not _is_plain(array) or array.requires_grad or array.is_neg():
+        return None
+    kind, size = _TORCH_TYPES.get(str(array.dtype)), array.element_size()
+    if kind is None or array.device.type != "cuda":
+        return None
+    if torch.cuda.current_stream(array.device).cuda_stream != runtime.stream:
+        return None
+    interface = {
+        "version": 3,
+        "shape": tuple(array.shape),
+        "strides": tuple([stride * size for stride in array.stride()]),
+        "typestr": kind,
+        "data": (array.data_ptr(), True),
+    }
+    view = runtime.borrow(_Exported("__cuda_array_interface__", interface, array))
+    return view.view(ml_dtypes.bfloat16) if array.dtype is torch.bfloat16 else view
+
+
+def _is_plain(array: object) -> bool:
+    """Whether it is a tensor of torch, and none of a class made of it, which may lie anywhere."""
+    return type(array) is sys.modules["torch"].Tensor
+
+
 def _capsule(array: Any, **stream: Any) -> Any:
     """A capsule of version 1 where the exporter knows it: older ones cannot say that memory is read-only."""
+    if getattr(array, "is_neg", bool)():  # torch's DLPack does not say it
+        raise ValueError("its negative bit is set: pass resolve_neg() of it")
     try:
         return array.__dlpack__(max_version=(1, 0), **stream)
     except TypeError:

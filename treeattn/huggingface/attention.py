@@ -136,7 +136,6 @@ def _attend(
     q, k, v = as_rows(query), as_rows(key), as_rows(value)
     by_heads, latents, added = False, None, tuple[Any, ...]()
     if own is not None:
-        own.cache.use()
         latents, own.latents = own.latents, None
         by_heads = own.is_part(q.shape[2])
         own.cache.check_step(own, key, first, at, bool(new) and not by_heads)

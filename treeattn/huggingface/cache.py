@@ -194,10 +194,11 @@ class ShardedKV(Cache):
         self, layer: FullAttentionLayer, key: torch.Tensor, begins: Any, at: int, new: Any
     ) -> None:
         """Once for a step, of its first layer: raise `ArgumentError` unless rows begin where those of the
-        cache do and all ranks were given the same, which `new` keys show where nobody compared ids.
-        Collective."""
+        cache do and all ranks were given the same, which `new` keys show where nobody compared ids; and
+        `StateError` in a second thread. Collective."""
         if layer is not self.full[0]:
             return
+        self.use()
         agreed, self.ids_agreed = self.ids_agreed, False  # for one step
         if new and self.comm.size > 1 and not agreed:
             check_same_tokens(self.comm, key, begins)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from treeattn.attention.arguments import CacheFormat, Rules
-from treeattn.attention.arrays import on_host
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder import Decoder, Reduction
 from treeattn.huggingface.tensors import as_tensor
@@ -39,6 +38,10 @@ class Scoring(NamedTuple):
         return Rules(causal=causal, window=window, softcap=self.softcap or None)
 
 
+#: A decoder, and its out and lse as tensors.
+_Planned: TypeAlias = tuple[Decoder, tuple[torch.Tensor, ...]]
+
+
 class Plans:
     """Attention over the ranks of `comm`, whose tokens lie interleaved, for all caches over them. Results lie
     in its decoders until the next call: it is one thread's at a time.
@@ -49,7 +52,7 @@ class Plans:
     def __init__(self, comm: Any, reduction: Reduction) -> None:
         self.comm, self._reduction = comm, reduction
         self._owner = comm.owner if comm.size > 1 else Owner("this thread's attention")
-        self._decoders: dict[Any, dict[int, Decoder]] = {}  # of a kind by queries, the last used last
+        self._decoders: dict[Any, dict[int, _Planned]] = {}  # of a kind by queries, the last used last
 
     def attend(
         self,
@@ -73,31 +76,30 @@ class Plans:
         causal, parts = len(stands) > 1 or scoring.window > 0, []
         for first in range(0, len(stands), MOST_QUERIES):
             part = slice(first, first + MOST_QUERIES)
-            decoder = self._decoder(q[:, part], k, v, scoring, causal)
-            some: Any = q[:, part]
-            if q.device.type == "cpu":  # NumPy's arrays a decoder takes at once
-                some, k, v = map(on_host, "qkv", (some, k, v))
+            decoder, results = self._decoder(q[:, part], k, v, scoring, causal)
+            # The device's own arrays a decoder takes at once, and writes its results always to the same.
+            some, k, v = map(decoder.plan.request.device.view, "qkv", (q[:, part], k, v))
             seen: dict[str, Any] = {"q_positions": np.array(stands[part])} if causal else {}
             if causal or begins is not None or lengths is None:
-                both = decoder(some, k, v, lengths, begins=begins, **seen)
+                decoder(some, k, v, lengths, begins=begins, **seen)
             else:
                 end = int(lengths[0])  # as a slice it is one call of compiled code
-                both = decoder(some, k[:, :end], v[:, :end])
+                decoder(some, k[:, :end], v[:, :end])
             if len(stands) <= MOST_QUERIES:
-                return tuple(map(as_tensor, both))
-            parts.append([as_tensor(one).clone() for one in both])  # a decoder writes it again
+                return results
+            parts.append([one.clone() for one in results])
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs, 1), torch.cat(lses, 2)
 
-    def _decoder(self, q: Any, k: Any, v: Any, scoring: Scoring, causal: bool) -> Decoder:
+    def _decoder(self, q: Any, k: Any, v: Any, scoring: Scoring, causal: bool) -> _Planned:
         batch, queries, heads, head_dim = q.shape
         kind = (batch, heads, head_dim, k.shape[2], v.shape[3], q.dtype, q.device, causal, *scoring)
         planned = self._decoders.setdefault(kind, {})
-        decoder = planned.get(queries) if queries == 1 else planned.pop(queries, None)
-        if decoder is None:
+        found = planned.get(queries) if queries == 1 else planned.pop(queries, None)
+        if found is None:
             several = [length for length in planned if length > 1]
             if queries > 1 and len(several) == MOST_LENGTHS:
-                planned.pop(several[0]).close()
+                planned.pop(several[0])[0].close()
             v_dim = None if v.shape[3] == head_dim else v.shape[3]
             decoder = Decoder(
                 self.comm,
@@ -114,8 +116,9 @@ class Plans:
                 cache=CacheFormat(positions="interleaved", v_dim=v_dim),
             )
             decoder.owner = self._owner
-        planned[queries] = decoder
-        return decoder
+            found = decoder, tuple(map(as_tensor, (decoder.out, decoder.lse)))
+        planned[queries] = found
+        return found
 
 
 _here = threading.local()

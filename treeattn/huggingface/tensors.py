@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 from typing import Any
 
+import numpy as np
 import torch
 
 from treeattn.backends.cuda.runtime import default_runtime
@@ -29,7 +30,11 @@ def as_rows(states: torch.Tensor) -> Any:
 
 def as_tensor(array: Any) -> torch.Tensor:
     """A result of treeattn as a tensor, not copied."""
-    return array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
+    if isinstance(array, torch.Tensor):
+        return array
+    if isinstance(array, np.ndarray):
+        return torch.from_numpy(array)
+    return torch.from_dlpack(array)  # type: ignore[attr-defined]
 
 
 def finished(out: Any, lse: Any, sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -71,6 +71,13 @@ class Refuses:
         raise BufferError("Can't export tensors that require gradient, use tensor.detach()")
 
 
+class Negated(Dlpack):
+    """A view of torch that says so of its elements in a bit, and not to DLPack."""
+
+    def is_neg(self) -> bool:
+        return True
+
+
 class Frame:
     """As a dataframe: columns, and a way to make an array of them, by copying."""
 
@@ -82,6 +89,7 @@ class Frame:
     ("array", "message"),
     [
         (Refuses(), r"q cannot be taken as it is: Can't export.*use tensor.detach\(\)"),
+        (Negated(some()), r"q cannot be taken as it is: its negative bit is set: pass resolve_neg\(\)"),
         ([[1.0]], "q is a list: pass an array with DLPack or the array interface, as NumPy"),
         (None, "q is a NoneType: pass an array"),
         (3.5, "q is a float: pass an array"),
