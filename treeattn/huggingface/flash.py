@@ -77,7 +77,7 @@ def block_kernel(dtype: torch.dtype, scale: float) -> BlockKernel:
 
     def write(q: Any, k: Any, v: Any, causal: bool, records: Any) -> None:
         bits = (one.view(f"i{one.dtype.itemsize}") for one in (q, k, v))  # not all have a bfloat16
-        made, q, k, v = map(torch.from_dlpack, (records, *bits))  # type: ignore[attr-defined]
+        made, q, k, v = map(torch.from_dlpack, (records, *bits))
         unseen = made.shape[2] - q.shape[1]
         out, lse = attend(q.view(dtype), k.view(dtype), v.view(dtype), causal, scale)
         made[:, :, :unseen] = 0

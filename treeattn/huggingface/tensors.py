@@ -34,7 +34,7 @@ def as_tensor(array: Any) -> torch.Tensor:
         return array
     if isinstance(array, np.ndarray):
         return torch.from_numpy(array)
-    return torch.from_dlpack(array)  # type: ignore[attr-defined]
+    return torch.from_dlpack(array)
 
 
 def finished(out: Any, lse: Any, sinks: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
