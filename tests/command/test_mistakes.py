@@ -67,6 +67,7 @@ CACHES = {
     "three_sides": {"window": np.array([1, 2, 3])},
     "half_window": {"window": np.array([1.5, 2])},
     "below_0": {"window": np.array([-2, 0])},
+    "early": {"q": np.ones((1, 7, 4, 16), np.float32), "causal": np.array(1)},
 }
 TREES = {
     "tree": {},
@@ -149,6 +150,7 @@ BAD = {
         three_causal                                        | causal must be one 0 or 1, not [0.0, 0.0, 0.0]
         three_sides                                         | window must be whole numbers [2]
         half_window                                         | window must be whole numbers [2]
+        early                                               | a sequence is shorter than its 7 queries
         below_0                                             | window
         causal --scheme kv_ring                             | kv_ring lets every query see every token
     """,

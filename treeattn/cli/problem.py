@@ -52,6 +52,10 @@ class Problem:
         if "lengths" in file.tensors:
             ends = self.shape.check_lengths(file["lengths"], self.tokens)
             self.lengths = self.layout.shard_lengths(ends, self.tokens, world.rank, world.size)
+        if self.rules.positional and ((ends > 0) & (ends < queries)).any():
+            raise ArgumentError(
+                f"{self.source}: a sequence is shorter than its {queries} queries, its last tokens"
+            )
         self.q_positions = np.maximum(ends[:, None] - queries + np.arange(queries), 0)
 
     def _rules(self) -> Rules:
@@ -104,8 +108,8 @@ class Problem:
 
     def planned(self) -> dict[str, Any]:
         """What a `treeattn.Decoder` of it is planned with, by name."""
-        held = CacheFormat(positions=self.positions) if self.rules.positional else None
-        return self.shape.plain | {"scale": self.scale, "rules": self.rules, "cache": held}
+        cache = CacheFormat(positions=self.positions)
+        return self.shape.plain | {"scale": self.scale, "rules": self.rules, "cache": cache}
 
     def partial(self) -> reference.Partial:
         """What the oracle makes of this rank's shard."""

@@ -10,6 +10,7 @@ import click
 import numpy as np
 
 from treeattn import reference
+from treeattn.attention.arguments import Rules
 from treeattn.cli import options
 from treeattn.cli.options import FILE, Output
 from treeattn.cli.problem import Problem
@@ -100,10 +101,14 @@ class Drafts(Problem):
         nodes = "+".join(map(str, self.tree.lengths.tolist()))
         return f"{super().held} and {nodes} drafts ({self.owner})"
 
+    def _rules(self) -> Rules:
+        """None: causal or not, a node sees the whole context and its ancestors."""
+        if super()._rules().window is not None:
+            raise ArgumentError(f"{self.source}: a node sees the whole context: leave window out")
+        return Rules()
+
     def _read_nodes(self) -> None:
         held = self.file.tensors
-        if self.rules.window is not None:
-            raise ArgumentError(f"{self.source}: a node sees the whole context: leave window out")
         parents = self._of_nodes("parents")
         tokens = np.zeros(parents.shape, np.int64)  # no result depends on them
         self.tree = TokenTree.from_parents(tokens, parents, held.get("draft_lengths"))
