@@ -19,8 +19,9 @@ from treeattn import cache_nodes, huggingface  # noqa: E402
 from treeattn.attention import arrays  # noqa: E402
 from treeattn.backends.cuda.device import Cuda  # noqa: E402
 from treeattn.cache.sharded import CacheLayer  # noqa: E402
-from treeattn.decoder import Reduction, gpu_reducers  # noqa: E402
+from treeattn.decoder import Decoder, Reduction, gpu_reducers  # noqa: E402
 from treeattn.errors import ArgumentError, TransportError  # noqa: E402
+from treeattn.huggingface import plans  # noqa: E402
 
 pytestmark = [
     pytest.mark.mpi,
@@ -128,6 +129,19 @@ def test_what_a_layer_of_a_token_costs_the_host(comm, cache_of):
         model(prompt(1, tokens), cache=cache)
     entered = frames(lambda: model(prompt(1, 1), cache=cache))
     assert len(entered) / layers <= (84 if comm.size == 1 else 92)
+
+
+@pytest.mark.parametrize(
+    ("step", "most"),
+    [(lambda *arrays: arrays, 16), (lambda q, k, v: (q.clone(), k[:, :20], v[:, :20]), 37)],
+    ids=["the same tensors", "new views"],
+)
+def test_what_a_step_of_tensors_costs_the_host(step, most):
+    arrays_ = [on_gpu(torch.ones(1, tokens, heads, 64)) for tokens, heads in ((1, 8), (64, 2), (64, 2))]
+    with Decoder(plans.alone().comm, heads=8, kv_heads=2, head_dim=64, dtype="float32", device="cuda") as one:
+        for given in [step(*arrays_) for _ in range(3)]:
+            entered = frames(lambda given=given: one(*given))
+    assert len(entered) <= most
 
 
 def test_a_tensor_of_another_stream_goes_by_dlpack(runtime, monkeypatch):

@@ -11,7 +11,6 @@ interface, version 3; Numba's CUDA array interface, version 3.
 from __future__ import annotations
 
 import ctypes
-import operator
 import sys
 from collections.abc import Callable
 from typing import Any, Protocol, cast
@@ -339,13 +338,6 @@ class Containers:
         return _copies(self.results, like) if results is None else results
 
 
-_TORCH_PLACE = (
-    operator.methodcaller("data_ptr"),
-    operator.attrgetter("shape", "dtype"),
-    operator.methodcaller("stride"),
-)
-
-
 _IMMUTABLE = ("jax", "jaxlib")
 
 
@@ -355,7 +347,8 @@ def _place(array: object) -> object:
     Who does not say where its memory lies is asked anew in each step: equal to nothing.
     """
     if hasattr(array, "data_ptr"):
-        return [ask(array) for ask in _TORCH_PLACE]
+        tensor: Any = array
+        return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
     if type(array).__module__.partition(".")[0] in _IMMUTABLE:
         return None
     for protocol in ("__cuda_array_interface__", "__array_interface__"):

@@ -157,10 +157,8 @@ class PlannedDecode:
             plan = "plan with cache=CacheFormat(page_size=) for a block_table"
             remedy = "pass Shard(block_table=)" if table is None else plan
             raise ArgumentError(f"this decoder is planned with page_size={self.shape.page_size}: {remedy}")
-        named = {"draft_positions": None, **seen, **positions}
-        if self.plan.tables is None and all(
-            named.get(name) is None for name in ("mask", "begins", "draft_positions")
-        ):
+        named = {"mask": None, "begins": None, "draft_positions": None, **seen, **positions}
+        if self.plan.tables is None and named["mask"] is named["begins"] is named["draft_positions"] is None:
             return self.plan, (q, k, v, lengths), table
         return self._update_mask(k, lengths, table, named), (q, k, v, None), table
 
