@@ -39,7 +39,6 @@ td, th { padding: 0 .6rem 0 0; text-align: left; font-weight: normal; }
 <button id="back" title="left arrow key">&larr; back</button>
 <button id="on" title="right arrow key">next &rarr;</button>
 <input id="at" type="range" min="0" max="%(rounds)d" value="0" aria-label="round">
-<button id="play" title="space key">play</button>
 <strong id="where" aria-live="polite"></strong>
 </div>
 <div id="transfers"></div>
@@ -50,7 +49,7 @@ td, th { padding: 0 .6rem 0 0; text-align: left; font-weight: normal; }
 const steps = %(steps)s;
 const size = %(size)d;
 const byId = id => document.getElementById(id);
-let at = 0, timer = 0;
+let at = 0;
 const rows = Array.from({length: size}, (_, rank) => {
   const row = byId("held").insertRow();
   row.innerHTML = `<td>rank ${rank}</td><td><div class="bar"><span></span></div></td><td></td>`;
@@ -74,21 +73,12 @@ function show(step) {
   });
   byId("back").disabled = at === 0;
   byId("on").disabled = at === steps.length - 1;
-  if (at === steps.length - 1) stop();
-}
-function stop() { clearInterval(timer); timer = 0; byId("play").textContent = "play"; }
-function play() {
-  if (timer) return stop();
-  if (at === steps.length - 1) show(0);
-  timer = setInterval(() => show(at + 1), 900);
-  byId("play").textContent = "stop";
 }
 byId("back").onclick = () => show(at - 1);
 byId("on").onclick = () => show(at + 1);
-byId("play").onclick = play;
 byId("at").oninput = event => show(Number(event.target.value));
 document.addEventListener("keydown", event => {
-  const act = {ArrowLeft: () => show(at - 1), ArrowRight: () => show(at + 1), " ": play,
+  const act = {ArrowLeft: () => show(at - 1), ArrowRight: () => show(at + 1), " ": () => show(at + 1),
                Home: () => show(0), End: () => show(steps.length - 1)}[event.key];
   if (act) { event.preventDefault(); act(); }
 });

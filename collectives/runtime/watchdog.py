@@ -172,11 +172,6 @@ class Activity:
         _activities.pop()
 
 
-def current_activity() -> tuple[str, str] | None:
-    """The innermost `Activity`, as it was made; None outside of all."""
-    return _activities[-1] if _activities else None
-
-
 def introduce(
     rank: int,
     size: int,
@@ -317,5 +312,5 @@ class WatchedCalls(Guarded):
             return call(*arguments, **options)
 
     def waits_for(self) -> tuple[str, str]:
-        """The activity of the caller, or the call; peers."""
-        return current_activity() or self._what
+        """The innermost activity of the caller, or the call; peers."""
+        return _activities[-1] if _activities else self._what

@@ -210,12 +210,12 @@ def test_a_step_is_two_messages_for_each_node(comm, scheme):
         for _ in range(steps):
             cache.step(0, dense.new(1, HEADS), dense.new(1), dense.new(1))
         sent_here.extend([nodes.messages, nodes.bytes] - before)
-        assert cache._attention[0].sent == []
+        assert cache._attention[0]._decoder.sent == []
         assert nodes.size == comm.size - 1
 
     node = meet(comm, model, scheme=scheme)
     (attention,) = node.caches[0].views if node else (None,)
-    up = [] if node is None else attention.sent
+    up = [] if node is None else attention._decoder.sent
     calls = 3  # the cache, the view, the end
     down = sent_here[0] if node is None else node.tree.messages * steps // (steps + 1 + calls)
     assert sum(comm.allgather(down)) == steps * (comm.size - 1)

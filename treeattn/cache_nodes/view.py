@@ -70,13 +70,6 @@ class ViewAttention:
             for width in (shape.head_dim, shape.v_dim)
         )
 
-    @property
-    def sent(self) -> list[tuple[int, int]]:
-        """(destination, bytes) of the partials that this rank sends in a step."""
-        sent = self._decoder.sent
-        assert isinstance(sent, list)
-        return sent
-
     def __call__(
         self,
         q: Array,

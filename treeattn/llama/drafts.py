@@ -6,20 +6,16 @@ effect on the text, only on its speed (`treeattn.token_tree`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 
 from treeattn.token_tree import TokenTree
 
-
-class Drafter(Protocol):
-    """A source of drafts for one text."""
-
-    def __call__(self, tokens: list[int], budget: int, depth: int) -> list[list[int]]:
-        """Propose paths of at most `depth` tokens, together at most `budget`, that may follow `tokens`, which
-        are those of the call before and more; no paths where it has no idea."""
+#: A source of drafts for one text, of (tokens, budget, depth): paths of at most `depth` tokens, together at
+#: most `budget`, that may follow `tokens`, which are those of the call before and more; none without an idea.
+Drafter: TypeAlias = Callable[[list[int], int, int], list[list[int]]]
 
 
 class NgramDrafts:

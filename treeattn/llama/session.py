@@ -124,12 +124,6 @@ class Session:
         return None if self._verifier is None else self._verifier.decoder
 
     @property
-    def prompt_positions(self) -> Tokens:
-        """Positions of the prompt's tokens that this rank runs."""
-        positions: Tokens = self._shards[self.comm.rank].positions()
-        return positions
-
-    @property
     def cache_bytes(self) -> int:
         """Bytes of this rank's share of keys and values."""
         return sum(held.nbytes for cache in self._cache.layers for held in cache.arrays)
@@ -141,7 +135,8 @@ class Session:
             raise ArgumentError("the prompt is in the cache already: a session has one")
         if self.tokens != len(self.prompt_tokens):
             raise ArgumentError("the prompt was taken back: make a new session to run it")
-        model, own, runs = self.model, self.prompt_positions, self._shards[self.comm.rank]
+        model, runs = self.model, self._shards[self.comm.rank]
+        own = runs.positions()  # of the prompt's tokens that this rank runs
         prompt: dict[str, Any] = {"tokens": len(own), "positions": runs}
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
