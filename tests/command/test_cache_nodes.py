@@ -154,7 +154,6 @@ def test_a_node_has_no_port_but_mpis_where_strangers_change_nothing():
     ids=["MPICH", "Open MPI"],
 )
 def test_on_one_machine_mpi_needs_no_port(open_mpi):
-    """As the page on what is trusted says."""
     page = (ROOT / "docs/trust.md").read_text()
     settings = dict(re.findall(r"`(UCX_TLS|OMPI_MCA_btl|OMPI_MCA_pml)=(\S+)`", page))
     assert len(settings) == 3

@@ -155,7 +155,6 @@ ALONE = ("--help", "schemes", "doctor", "schedule ring --ranks 50", f"decode {CA
     ],
 )  # fmt: skip
 def test_output_that_cannot_be_written(tmp_path, line, code, out, err):
-    """In a job once, and without a traceback."""
     expected = files.open_cache(CACHE.with_suffix(".expected.safetensors")).tensors
     other = {name: np.array(tensor) + 1 for name, tensor in expected.items()}
     (tmp_path / "other.safetensors").write_bytes(files.save_tensors(other, {}))

@@ -61,7 +61,6 @@ except treeattn.BackendError as error:
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", [pytest.param("chain", marks=pytest.mark.deep), "hierarchical"])
 def test_the_last_communicator_names_the_remedy(scheme):
-    """Also where it is missed in looking for nodes."""
     done = run("-m", "mpi4py", "-c", PROGRAM.replace("{scheme}", scheme), ranks=2)
     count, message = done.stdout.split(maxsplit=1)
     assert int(count) > 10
@@ -75,5 +74,4 @@ def test_a_fork_before_the_first_call_over_mpi():
 
 @needs_torch
 def test_no_public_verb_serves_a_fork_of_a_rank_of_torchrun():
-    """Nor before the first call over a group."""
     torchrun(Path(__file__).with_name("torchrun_fork.py"), ranks=2)

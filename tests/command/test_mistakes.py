@@ -346,7 +346,6 @@ LAUNCHES = [
     ("start", "words", "variables", "told"), sample(8, LAUNCHES), ids=[row[0] for row in LAUNCHES]
 )
 def test_a_start_of_which_a_piece_is_forgotten(start, words, variables, told, tmp_path):
-    """It ends with a sentence, or every rank prints the right number."""
     if "unshare" in words and subprocess.run(["unshare", "--user", "true"], check=False).returncode:
         pytest.skip("this system gives users no namespaces")
     program = tmp_path / "program.py"

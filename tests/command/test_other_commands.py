@@ -193,7 +193,6 @@ def test_one_experiment():
 
 
 def test_the_winner_is_proved_drawn_simulated_and_run(tmp_path):
-    """From a search to a step, without a change to the package."""
     own, facts = tmp_path / "own.json", tmp_path / "facts.json"
     words = ("--cluster", "dual-4090", "--ranks", 2)
     in_process("tune", *words)

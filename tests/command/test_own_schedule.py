@@ -71,7 +71,6 @@ def test_what_others_wrote_is_drawn_simulated_and_refused_if_damaged(tmp_path):
 
 
 def test_a_schedule_for_other_ranks_is_refused_once(star):
-    """In one line with file, key and remedy."""
     done = treeattn("decode", CACHE, "--scheme", star, ranks=2, code=2)
     assert done.stderr.count(f"{star}: size: the schedule is for 3 ranks, this job has 2: ") == 1
     assert "treeattn tune --ranks 2 --out" in done.stderr

@@ -50,7 +50,6 @@ def test_drawings():
 
 
 def test_the_variable_names_the_cluster_and_the_report_says_so(tmp_path):
-    """An option goes first."""
     path = tmp_path / "s.json"
     for given, named, by in (
         ((), "lumi", "TREEATTN_CLUSTER"),

@@ -43,7 +43,6 @@ def test_help_is_given_to_whoever_was_started(command):
 
 @pytest.mark.parametrize("words", ["--version", "decode --help"])
 def test_one_rank_alone_may_ask(words):
-    """It waits for no other, and starts nothing."""
     alone = '[ "${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" = 1 ] || "$@"'
     asks = ("sh", "-c", alone, "sh", sys.executable, "-m", "treeattn", *words.split())
     done = subprocess.run(

@@ -48,7 +48,6 @@ def test_the_walk_leads_from_where_ranks_are_to_a_schedule_made_for_them(tmp_pat
 
 @pytest.mark.skipif(missing_for_delays() is not None, reason=str(missing_for_delays()))
 def test_from_an_own_schedule_to_a_report_on_an_emulated_cluster(tmp_path):
-    """As a researcher would, and what a reader of the report finds in it."""
     python = f"{sys.executable} jobs/emulated_cluster"
     _, printed = walked(ROOT / "docs/emulated-cluster.md", tmp_path, **{"sudo jobs/emulated_cluster": python})
     (name,) = set(re.findall(r"pairs@[0-9a-f]{6}", printed))

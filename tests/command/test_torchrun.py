@@ -95,7 +95,6 @@ ROUND = "recursive_doubling, round 1: "
     ]),
 )  # fmt: skip
 def test_a_rank_that_is_stopped_or_dies_is_named(executor, where, signal, code, says):
-    """The dead one long before the limit of waits."""
     limit = "2" if code == 124 else "50"
     program = HUNG.replace("SIGSTOP", signal)
     waiting, other = ranks_by_environment(

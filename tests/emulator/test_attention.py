@@ -212,7 +212,6 @@ def test_what_no_kernel_serves_is_refused(k_dim: int, v_dim: int, message: str) 
 
 
 def test_a_captured_plan_follows_its_block_table() -> None:
-    """Which a serving engine writes in place."""
     case, runtime, lengths = Case("float32", 64, batch=2, splits=3), EmulatorRuntime(), np.array([150, 111])
     q, k, v, _, _ = case.inputs()
     (pages, table), (values, _) = in_pages(k, 16), in_pages(v, 16)

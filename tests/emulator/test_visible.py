@@ -73,7 +73,6 @@ def shaped(*shape: int) -> Array:
 
 @pytest.mark.parametrize("queries", [1, 16])
 def test_a_window_launches_for_the_window(queries: int) -> None:
-    """And not for the million tokens around it."""
     splits = []
     for tokens, window in ((1 << 20, 4095), (4096, None)):
         runtime = CountingRuntime()

@@ -63,7 +63,6 @@ def test_what_is_done_elsewhere_is_there():
 
 
 def test_the_page_shows_the_table():
-    """And how long each row took at most."""
     page = (jobs.ROOT / "docs/faults.md").read_text()
     rows = json.loads((jobs.ROOT / "docs/results/faults.json").read_text())["rows"]
     lines = [line.split(" | ") for line in re.findall(r"^\| (.*) \|$", page, re.MULTILINE)]

@@ -6,6 +6,7 @@ torchrun --standalone --nproc-per-node N -m pytest -p no:pytest_mpi -x tests/hug
 Apart from those of tests/mpi, since every rank imports torch.
 """
 
+import importlib.util
 import os
 import socket
 
@@ -15,6 +16,22 @@ if "TORCHELASTIC_RUN_ID" in os.environ:
     from tests.support.torch_job import *  # noqa: F403
 else:
     from tests.mpi.conftest import *  # noqa: F403
+
+MISSING = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+collect_ignore_glob = ["test_[!e]*"] if MISSING else []  # test_extra.py needs neither
+
+
+def pytest_terminal_summary(terminalreporter):
+    if MISSING:
+        terminalreporter.line(f"left out: {', '.join(MISSING)} not installed (the extra `huggingface`)")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.path.parent.name == "huggingface":
+            item.add_marker(pytest.mark.mpi)
+            item.add_marker(pytest.mark.filterwarnings("default"))
 
 
 @pytest.fixture(scope="module")

@@ -1,15 +1,11 @@
 """Models of transformers whose keys and values lie on cache nodes: the text of transformers alone."""
 
 import pytest
+import torch
 
-transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
-torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
-
-from tests.support.tiny_models import made, prompt  # noqa: E402
-from treeattn import cache_nodes, huggingface  # noqa: E402
-from treeattn.errors import ArgumentError  # noqa: E402
-
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+from tests.support.tiny_models import made, prompt
+from treeattn import cache_nodes, huggingface
+from treeattn.errors import ArgumentError
 
 WAYS = {
     "greedy": {},

@@ -5,16 +5,13 @@ import math
 import threading
 
 import pytest
+import torch
+import transformers
 
-transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
-torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
-
-from tests.support.tiny_models import assert_close, made, prompt  # noqa: E402
-from treeattn import huggingface  # noqa: E402
-from treeattn.errors import StateError  # noqa: E402
-from treeattn.huggingface import attention, layers, plans  # noqa: E402
-
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+from tests.support.tiny_models import assert_close, made, prompt
+from treeattn import huggingface
+from treeattn.errors import StateError
+from treeattn.huggingface import attention, layers, plans
 
 NEW = 6  # tokens of a text
 ROUNDS = 4

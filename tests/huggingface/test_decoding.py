@@ -1,17 +1,13 @@
 """Every way of generate() goes on as with transformers' own attention, and all ranks alike."""
 
 import pytest
+import torch
+import transformers
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
-torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
-
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-
-from tests.support.tiny_models import assert_close, made, padded, prompt  # noqa: E402
-from treeattn import huggingface  # noqa: E402
-from treeattn.errors import ArgumentError, StateError  # noqa: E402
-
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+from tests.support.tiny_models import assert_close, made, padded, prompt
+from treeattn import huggingface
+from treeattn.errors import ArgumentError, StateError
 
 WAYS = {
     "greedy": {},

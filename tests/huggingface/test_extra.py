@@ -13,8 +13,6 @@ from tests.support.problems import random_qkv
 from tests.support.ranks import own_run
 from treeattn.errors import BackendError
 
-pytestmark = pytest.mark.mpi
-
 
 @pytest.mark.parametrize("missing", ["torch", "transformers"])
 def test_the_import_names_the_extra(monkeypatch, missing):

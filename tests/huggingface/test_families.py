@@ -4,17 +4,14 @@ import contextlib
 import copy
 
 import pytest
+import torch
+import transformers
 
-transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
-torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
-
-from tests.emulator.raw_module import compiler_problem  # noqa: E402
-from tests.support.cuda_tensors import models_on_gpu  # noqa: E402
-from tests.support.sharded_models import check_family  # noqa: E402
-from tests.support.tiny_models import FAMILIES, logits_of, padded, prompt, wide  # noqa: E402
-from treeattn import huggingface  # noqa: E402
-
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+from tests.emulator.raw_module import compiler_problem
+from tests.support.cuda_tensors import models_on_gpu
+from tests.support.sharded_models import check_family
+from tests.support.tiny_models import FAMILIES, logits_of, padded, prompt, wide
+from treeattn import huggingface
 
 #: Each has something that no other has; the gate takes these, `make test-deep` all.
 GATE = (

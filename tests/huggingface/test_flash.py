@@ -5,19 +5,15 @@ import copy
 
 import numpy as np
 import pytest
+import torch
 
-transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
-torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
-
-from tests.emulator.raw_module import compiler_problem  # noqa: E402
-from tests.support.cuda_tensors import models_on_gpu, plain  # noqa: E402
-from tests.support.tiny_models import padded, prompt, wide  # noqa: E402
-from treeattn import Prefill, huggingface  # noqa: E402
-from treeattn.decoder import gpu_reducers  # noqa: E402
-from treeattn.huggingface import flash  # noqa: E402
-from treeattn.shards import parse_layout  # noqa: E402
-
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+from tests.emulator.raw_module import compiler_problem
+from tests.support.cuda_tensors import models_on_gpu, plain
+from tests.support.tiny_models import padded, prompt, wide
+from treeattn import Prefill, huggingface
+from treeattn.decoder import gpu_reducers
+from treeattn.huggingface import flash
+from treeattn.shards import parse_layout
 
 CALLS = []
 

@@ -1,15 +1,12 @@
 """Latents of DeepSeek's kind lie in a cache in place of the keys and values of all heads."""
 
 import pytest
+import torch
+import transformers
 
-transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
-torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
-
-from tests.support.tiny_models import assert_close, logits_of, made, prompt  # noqa: E402
-from treeattn import huggingface  # noqa: E402
-from treeattn.errors import ArgumentError, StateError  # noqa: E402
-
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+from tests.support.tiny_models import assert_close, logits_of, made, prompt
+from treeattn import huggingface
+from treeattn.errors import ArgumentError, StateError
 
 
 def held(cache):

@@ -6,28 +6,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
-torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
+from tests.emulator.device_array import DeviceArray
+from tests.emulator.raw_module import compiler_problem
+from tests.support.cuda_tensors import CudaTensor, models_on_gpu, on_gpu, plain
+from tests.support.frames import frames
+from tests.support.tiny_models import padded, prompt, wide
+from treeattn import cache_nodes, huggingface
+from treeattn.attention import arrays
+from treeattn.backends.cuda.device import Cuda
+from treeattn.cache.sharded import CacheLayer
+from treeattn.decoder import Decoder, Reduction, gpu_reducers
+from treeattn.errors import ArgumentError, TransportError
+from treeattn.huggingface import plans
 
-from tests.emulator.device_array import DeviceArray  # noqa: E402
-from tests.emulator.raw_module import compiler_problem  # noqa: E402
-from tests.support.cuda_tensors import CudaTensor, models_on_gpu, on_gpu, plain  # noqa: E402
-from tests.support.frames import frames  # noqa: E402
-from tests.support.tiny_models import padded, prompt, wide  # noqa: E402
-from treeattn import cache_nodes, huggingface  # noqa: E402
-from treeattn.attention import arrays  # noqa: E402
-from treeattn.backends.cuda.device import Cuda  # noqa: E402
-from treeattn.cache.sharded import CacheLayer  # noqa: E402
-from treeattn.decoder import Decoder, Reduction, gpu_reducers  # noqa: E402
-from treeattn.errors import ArgumentError, TransportError  # noqa: E402
-from treeattn.huggingface import plans  # noqa: E402
-
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.filterwarnings("default"),
-    pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem())),
-]
+pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 
 @pytest.fixture(autouse=True)

@@ -1,17 +1,14 @@
 """A saved cache is continued by the text and the weights it was made of, and by no others."""
 
 import pytest
+import torch
+import transformers
 
-transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
-torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
-
-from tests.support.tiny_models import made, padded, prompt  # noqa: E402
-from treeattn import huggingface  # noqa: E402
-from treeattn.errors import ArgumentError, StateError  # noqa: E402
-from treeattn.huggingface import plans  # noqa: E402
-from treeattn.huggingface.origin import Origin, weights_digest  # noqa: E402
-
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+from tests.support.tiny_models import made, padded, prompt
+from treeattn import huggingface
+from treeattn.errors import ArgumentError, StateError
+from treeattn.huggingface import plans
+from treeattn.huggingface.origin import Origin, weights_digest
 
 GREEDY = {"do_sample": False, "max_new_tokens": 4}
 

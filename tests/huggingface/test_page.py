@@ -6,16 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import tokenizers  # which transformers brings
+import torch
+import transformers
 
-transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
-torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
-
-import tokenizers  # noqa: E402 - which transformers brings
-
-from tests.support.tiny_models import made, prompt  # noqa: E402
-from treeattn import cache_nodes, huggingface  # noqa: E402
-
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+from tests.support.examples import run_examples
+from tests.support.tiny_models import made, prompt
+from treeattn import cache_nodes, huggingface
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -114,3 +111,10 @@ def test_weights_by_heads(comm, directory, group):
     greedy = {"do_sample": False, "max_new_tokens": 4}
     got = names["model"].generate(prompt(), past_key_values=names["cache"], **greedy)
     assert got.tolist() == made("Llama").generate(prompt(), **greedy).tolist()
+
+
+@pytest.mark.parametrize("named", [huggingface.ShardedKV, huggingface.prefill])
+def test_the_example_of_a_docstring_shows_what_comes_out(comm, named):
+    torch.manual_seed(0)  # equal weights on all ranks
+    given = {name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "LlamaConfig")}
+    assert run_examples(named, **given, huggingface=huggingface, torch=torch)

@@ -1,16 +1,11 @@
 """Prompts of all lengths leave few plans behind."""
 
-import pytest
+import torch
 
-pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
-torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
-
-from tests.support.tiny_models import made, prompt  # noqa: E402
-from treeattn import huggingface  # noqa: E402
-from treeattn.decoder import Decoder  # noqa: E402
-from treeattn.huggingface.plans import MOST_LENGTHS, alone  # noqa: E402
-
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+from tests.support.tiny_models import made, prompt
+from treeattn import huggingface
+from treeattn.decoder import Decoder
+from treeattn.huggingface.plans import MOST_LENGTHS, alone
 
 
 @torch.no_grad()

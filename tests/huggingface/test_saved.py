@@ -2,15 +2,10 @@
 
 import pytest
 
-pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
-torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
-
-from tests.support.tiny_models import made, padded, prompt  # noqa: E402
-from treeattn import cache_nodes, huggingface  # noqa: E402
-from treeattn.errors import ArgumentError  # noqa: E402
-from treeattn.huggingface import plans  # noqa: E402
-
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+from tests.support.tiny_models import made, padded, prompt
+from treeattn import cache_nodes, huggingface
+from treeattn.errors import ArgumentError
+from treeattn.huggingface import plans
 
 
 @pytest.mark.parametrize("family", ["Llama", "DeepSeek-V3"])

@@ -1,16 +1,12 @@
 """Weights by heads and the cache by tokens, over the same ranks."""
 
 import pytest
+import torch
 
-pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
-torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
-
-from tests.support.sharded_models import check_tensor_parallel  # noqa: E402
-from tests.support.tiny_models import made, prompt, tensor_parallel  # noqa: E402
-from treeattn.errors import ArgumentError  # noqa: E402
-from treeattn.huggingface import ShardedKV  # noqa: E402
-
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+from tests.support.sharded_models import check_tensor_parallel
+from tests.support.tiny_models import made, prompt, tensor_parallel
+from treeattn.errors import ArgumentError
+from treeattn.huggingface import ShardedKV
 
 
 @pytest.mark.usefixtures("group")

@@ -6,20 +6,16 @@ import pickle
 import warnings
 
 import pytest
+import torch
+import transformers
+from transformers import masking_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-transformers = pytest.importorskip("transformers", reason="not installed (the extra `huggingface`)")
-torch = pytest.importorskip("torch", reason="not installed (the extra `huggingface`)")
-
-from transformers import masking_utils  # noqa: E402
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
-
-from tests.support.tiny_models import assert_close, made, padded, prompt  # noqa: E402
-from treeattn import huggingface  # noqa: E402
-from treeattn.errors import ArgumentError, StateError, TreeattnError  # noqa: E402
-from treeattn.huggingface import plans  # noqa: E402
-from treeattn.huggingface.layers import FullAttentionLayer  # noqa: E402
-
-pytestmark = [pytest.mark.mpi, pytest.mark.filterwarnings("default")]
+from tests.support.tiny_models import assert_close, made, padded, prompt
+from treeattn import huggingface
+from treeattn.errors import ArgumentError, StateError, TreeattnError
+from treeattn.huggingface import plans
+from treeattn.huggingface.layers import FullAttentionLayer
 
 
 @pytest.fixture(scope="module")

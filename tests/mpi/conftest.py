@@ -17,9 +17,12 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from tests.emulator.raw_module import compiler_problem
+from tests.emulator.runtime import EmulatorRuntime
 from tests.support.fake_nccl import connected_by
 from tests.support.models import write_model
 from tests.support.nccl import NcclOverMpi
+from treeattn.backends.cuda import cupy_runtime
 from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
 from treeattn.mpi import communicators
 
@@ -69,6 +72,17 @@ def duplicates(monkeypatch):
 
     monkeypatch.setattr(MpiCommunicator, "dup", duplicate)
     return made
+
+
+@pytest.fixture
+def runtime(request, comm, monkeypatch):
+    """What device="cuda" finds on this rank: an emulated GPU, of the kind that a module names `RUNTIME`."""
+    if (problem := compiler_problem()) is not None:
+        pytest.skip(problem)
+    emulator = getattr(request.module, "RUNTIME", EmulatorRuntime)(seed=comm.rank)
+    emulator.identity = f"emulated GPU {comm.rank}"
+    monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
+    return emulator
 
 
 @pytest.fixture

@@ -78,7 +78,6 @@ def test_causal_totals_over_any_layout(comm, layout, tokens):
 
 
 def test_unless_said_ranks_hold_consecutive_tokens(comm):
-    """And the queries are the last ones."""
     zeta, q, k, v = problem()
     own = own_tokens(comm, 41, "gaps")
     got = energy.value(zeta, q, k[:, own], v[:, own], comm=comm, scale=SCALE, rules=CAUSAL)

@@ -12,8 +12,6 @@ import pytest
 
 import treeattn
 from tests.emulator.cases import Case
-from tests.emulator.raw_module import compiler_problem
-from tests.emulator.runtime import EmulatorRuntime
 from tests.support.drawn import FACTOR, sample
 from tests.support.ranks import assert_same_bits, raised_by_all
 from tests.support.schemes import REPLICATED, assert_equal, copies
@@ -27,20 +25,14 @@ from treeattn.decoder import gpu_reducers
 from treeattn.mpi import library
 from treeattn.shards import parse_layout
 
-pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
-
 CASE = Case("float32", 64, group=2, batch=2, queries=2, tokens=33)
 SCHEDULES = collectives.names("schedule")
 
 
 @pytest.fixture
-def runtime(comm, monkeypatch):
-    """What device="cuda" finds on this rank."""
-    emulator = EmulatorRuntime(seed=comm.rank)
-    emulator.identity = f"emulated GPU {comm.rank}"
-    monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
-    emulator.kernel("pull_partials", "pull_partials<InParameters>")  # compiled before anyone waits
-    return emulator
+def runtime(runtime):
+    runtime.kernel("pull_partials", "pull_partials<InParameters>")  # compiled before anyone waits
+    return runtime
 
 
 @pytest.fixture
@@ -134,7 +126,6 @@ class Transport:
             step()
 
     def test_the_parts_of_a_step_take_turns_with_whole_ones(self):
-        """And with those of another decoder."""
         arrays = shard(self.comm)
         with self.planned("hierarchical", transport="host") as staged:
             wanted = copies(staged(*arrays))
@@ -269,7 +260,6 @@ def test_nccl_allreduce_is_exact(comm, runtime, nccl_communicators, scheme):
     ],
 )
 def test_what_one_rank_lacks_is_told_by_all(comm, runtime, monkeypatch, place, name, said, scheme):
-    """Memory, a GPU, or the compiled operator."""
 
     def fails(*_):
         raise treeattn.BackendError(said)
@@ -438,7 +428,6 @@ def test_no_room_for_messages_on_one_rank_is_told_by_all(
 def test_a_rank_that_cannot_share_memory_is_told_by_all(
     comm, runtime, nccl_communicators, monkeypatch, request, what, nodes
 ):
-    """And nobody keeps what was exposed already."""
     if comm.size < 2 * nodes:  # nobody opens anything on a node of one
         return
 

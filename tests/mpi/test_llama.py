@@ -107,7 +107,6 @@ def test_a_prompt_of_fewer_tokens_than_ranks(comm, written, weights):
 
 
 def test_a_callers_messages_stay_the_callers(comm, written, duplicates):
-    """And a session gives all communicators back."""
     mine, theirs = np.full(4, comm.rank, np.float32), np.empty(4, np.float32)
     sent = comm.Isend(mine, (comm.rank + 1) % comm.size)
     model = Llama(written("grouped_llama3"))
@@ -156,7 +155,6 @@ def test_drafts_change_no_token_and_no_logit(comm, written, weights, drafter):
 
 @pytest.mark.parametrize("name", ["biases", "tied"])
 def test_matrices_are_read_once_by_all_ranks_together(comm, written, name, monkeypatch):
-    """Each its part."""
     directory, read, whole = written(name), [], Weights.read
 
     def recorded(weights, *given):
@@ -229,7 +227,6 @@ def test_what_one_rank_fails_at_alone_all_ranks_tell(comm, tied, weights, monkey
 
 
 def test_what_fails_on_rank_0_alone_fails_on_all(comm, tied):
-    """Logits that are NaN there, and drafts."""
 
     def broken(tokens, budget, depth):
         raise ValueError("no idea")

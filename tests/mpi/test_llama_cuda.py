@@ -7,27 +7,17 @@ one with whole ones; that the others' numbers matter is shown on the CPU.
 import pytest
 from mpi4py import MPI
 
-from tests.emulator.raw_module import compiler_problem
 from tests.emulator.runtime import StrictRuntime
 from tests.support.models import GOLDEN, PROMPT, assert_logits
 from treeattn import Reduction
-from treeattn.backends.cuda import cupy_runtime
 from treeattn.errors import ArgumentError, BackendError
 from treeattn.llama import Llama, Session
 
 pytestmark = [
-    pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem())),
+    pytest.mark.usefixtures("runtime"),
     pytest.mark.skipif(MPI.COMM_WORLD.size != 3, reason="models on emulated GPUs run on three ranks"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def runtime(comm, monkeypatch):
-    """What device="cuda" finds on this rank."""
-    emulator = StrictRuntime()
-    emulator.identity = f"emulated GPU {comm.rank}"
-    monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
-    return emulator
+RUNTIME = StrictRuntime
 
 
 @pytest.mark.slow
@@ -64,7 +54,6 @@ def test_ranks_have_one_kind_of_device(comm, several, written):
 
 
 def test_memory_of_a_gpu_that_is_out_on_one_rank_is_told_by_all(comm, written, runtime):
-    """While the prompt is planned: no rank waits."""
 
     def full(shape, dtype):
         raise BackendError("out of GPU memory")

@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 
 import treeattn
-from tests.emulator.raw_module import compiler_problem
-from tests.emulator.runtime import EmulatorRuntime
 from tests.support.drawn import sample
 from tests.support.exporters import Dlpack
 from tests.support.ranks import assert_same_bits, raised_by_all
 from tests.support.schemes import REPLICATED, assert_equal
-from treeattn.backends.cuda import cupy_runtime
 from treeattn.baselines import BASELINES
 
 LEFT_WHOLE = [*REPLICATED, "mpi_allreduce", "three_allreduce", "two_allreduce"]
@@ -221,25 +218,15 @@ def test_what_differs_between_ranks_is_named(comm, several, mine, message):
         treeattn.Merger(comm, **options)
 
 
-@pytest.fixture
-def gpu(comm, nccl_communicators, monkeypatch):
-    """An emulated one for each rank, and an NCCL that is made of MPI."""
-    if compiler_problem() is not None:
-        pytest.skip(str(compiler_problem()))
-    emulator = EmulatorRuntime()
-    emulator.identity = f"emulated GPU {comm.rank}"
-    monkeypatch.setattr(cupy_runtime, "current", lambda: emulator)
-    return emulator
-
-
+@pytest.mark.usefixtures("nccl_communicators")
 @pytest.mark.parametrize(
     ("scheme", "base", "transport"), [("hierarchical", "e", "host"), ("ring", 2, "host"), ("ring", 2, "nccl")]
 )
-def test_a_gpu_gives_the_bits_of_the_processor(comm, gpu, parts, scheme, base, transport):
+def test_a_gpu_gives_the_bits_of_the_processor(comm, runtime, parts, scheme, base, transport):
     out, lse = parts((3, 4, 72)).own()
     lse[0, 0], out[0, 0] = np.nan, np.nan  # of one head it says that it saw nothing
     wanted = treeattn.merge(out, lse, comm=comm, scheme=scheme, base=base)
     how = treeattn.Reduction(scheme, transport=transport)
     assert_equal(treeattn.merge(out, lse, comm=comm, scheme=how, base=base, device="cuda"), wanted)
     if transport == "host" or comm.size == 1:
-        assert gpu.launches == (3 if base == 2 else 2)  # pack, finish, and for base 2 lse
+        assert runtime.launches == (3 if base == 2 else 2)  # pack, finish, and for base 2 lse

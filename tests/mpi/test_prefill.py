@@ -53,7 +53,6 @@ def test_every_query_sees_what_the_rules_let_it_see(comm, drawn):
 
 @pytest.mark.parametrize("layout", [None, "zigzag", "interleaved"])
 def test_reproducible_queries_have_the_bits_of_one_rank(comm, drawn, layout):
-    """Over tokens dealt out by a rule."""
     for seed in (2, 5, 7, 13):
         case, _, given = drawn(seed)
         arrays = [array.astype(np.float32) for array in (case.q, case.k, case.v)]

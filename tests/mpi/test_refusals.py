@@ -272,7 +272,6 @@ def test_values_that_cannot_be_are_refused_where_they_are_made(make, said):
 
 @pytest.mark.parametrize("scheme", ["counts twice", "a list", "lists", "nameless", "halves"])
 def test_wrong_schedules_are_refused_by_all(comm, several, scheme):
-    """Of all ranks, and of the last one alone."""
     rounds = star(comm.size).rounds
     made, message = {
         "counts twice": ((scheme, comm.size, 1, (rounds[0],) * 2), "twice"),

@@ -30,7 +30,6 @@ def decoded(comm, case, how, reproducible="tokens"):
 
 @pytest.mark.parametrize("seed", range(BITS_CASES or 5 * FACTOR))
 def test_every_rank_of_every_reduction_has_the_bits_of_one(seed, comm, monkeypatch):
-    """The ranks compute with unlike instruction sets."""
     rng = np.random.default_rng([29, seed])
     case = draw(seed, 1, 700).of_numbers(rng)
     want = decoded(MPI.COMM_SELF, case, Reduction())

@@ -156,7 +156,6 @@ def test_new_values_in_the_same_arrays_count(way):
     indirect=True,
 )
 def test_every_run_gives_the_same_bits_on_sub_communicators(way):
-    """Which work side by side."""
     half = way.comm.Split(way.comm.rank % 2)
     part = Way(half, way.scheme)
     q, k, v = random_qkv(50, heads=8, kv_heads=2, seed=way.comm.rank % 2)

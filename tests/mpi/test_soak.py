@@ -135,7 +135,6 @@ def test_steps_of_cache_nodes(comm, several):
 
 @pytest.mark.parametrize("executor", ["mpi", "program", "slots"])
 def test_openings(comm, executor):
-    """With a step each."""
 
     def step():
         with Decoder(comm, **SHAPE, scheme=Reduction(executor=executor)) as decoder:

@@ -153,7 +153,6 @@ def test_ranks_that_are_told_otherwise_of_their_cores_cut_records_alike(comm, de
 @pytest.mark.many_ranks
 @pytest.mark.parametrize("fails", ["memfd_create", "posix_fallocate", "opened", "token"])
 def test_no_shared_memory_is_said_in_one_line(comm, several, decoder_of, no_shared_memory, fails):
-    """On one rank, and all do without."""
     if comm.rank == comm.size - 1:
         no_shared_memory(fails)
     match = "ranks of a node send each other messages: .* rank "

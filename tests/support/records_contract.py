@@ -14,7 +14,6 @@ from treeattn.collectives.runtime.operator import Operator
 
 Array = np.ndarray[Any, Any]
 SPECIAL = (-np.inf, np.inf, np.nan, 0.0, -0.0, 1e-42, -3e-45, 1e4, -1e4, 87.1, 3.0)
-head_dims = pytest.mark.parametrize("head_dim", [64, 80, 256])
 
 
 def random_records(count: int, head_dim: int, seed: int) -> Array:
@@ -48,6 +47,15 @@ class RecordsContract:
     """A subclass names the backend and where its arrays lie."""
 
     backend: Any
+    head_dims: tuple[int, ...] = (64, 80, 256)
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        if "head_dim" in metafunc.fixturenames:
+            metafunc.parametrize("head_dim", self.head_dims)
+
+    def pairs(self, head_dim: int) -> list[tuple[Array, Array]]:
+        """Records to merge."""
+        return [(random_records(200, head_dim, 0), random_records(200, head_dim, 1))]
 
     def place(self) -> dict[str, Any]:
         """The runtime of a plan, if it has one."""
@@ -64,19 +72,17 @@ class RecordsContract:
     def operator(self, head_dim: int) -> Any:
         return self.backend.MergeOperator(head_dim, **self.place())
 
-    @head_dims
     def test_merge_has_the_defined_bits_and_is_commutative(self, head_dim: int) -> None:
         operator: Operator = self.operator(head_dim)
         assert (operator.width, operator.dtype) == (head_dim + 2, np.float32)
-        pair = [random_records(200, head_dim, seed) for seed in (0, 1)]
-        for into, other in (pair, pair[::-1]):
-            held = self.put(into)
-            operator.planned_merge(held, self.put(other))()
-            assert (bits(self.get(held)) == bits(merged(*pair))).all()
-            operator.planned_merge(held[:0], held[:0])()  # a chunk may be empty
+        for pair in self.pairs(head_dim):
+            for into, other in (pair, pair[::-1]):
+                held = self.put(into)
+                operator.planned_merge(held, self.put(other))()
+                assert (bits(self.get(held)) == bits(merged(*pair))).all()
+                operator.planned_merge(held[:0], held[:0])()  # a chunk may be empty
 
     @pytest.mark.parametrize("in_place", [True, False])
-    @head_dims
     def test_sums_of_rescaled_records_are_the_merge(self, head_dim: int, in_place: bool) -> None:
         """Up to a rounding, which a merge makes once, at the sum: here products are rounded before."""
         operator = self.operator(head_dim)
@@ -103,16 +109,17 @@ class RecordsContract:
         assert (total[wanted[:, 0] == -np.inf] == 0).all()
 
     def test_finish_has_the_defined_bits(self) -> None:
-        records = random_records(200, 64, 3).reshape(2, 10, 10, 66)
-        wanted = [np.full(shape, 77, np.float32) for shape in ((2, 10, 10, 64), (2, 10, 10))]
-        found = [self.put(array) for array in wanted]
-        partial.finish(records, *wanted)
-        self.backend.planned_finish(self.put(records), *found, **self.place())()
-        for array, right in zip(found, wanted, strict=True):
-            assert (bits(self.get(array)) == bits(right)).all()
+        for pair in self.pairs(64):
+            for records in (pair[0], merged(*pair)):
+                records = records[:200].reshape(2, 10, 10, 66)
+                wanted = [np.full(shape, 77, np.float32) for shape in ((2, 10, 10, 64), (2, 10, 10))]
+                found = [self.put(array) for array in wanted]
+                partial.finish(records, *wanted)
+                self.backend.planned_finish(self.put(records), *found, **self.place())()
+                for array, right in zip(found, wanted, strict=True):
+                    assert (bits(self.get(array)) == bits(right)).all()
 
     def test_a_planned_call_keeps_its_arrays(self) -> None:
-        """Where it holds their addresses only."""
         operator = self.operator(64)
         arrays = [self.put(np.zeros((3, 66), np.float32)) for _ in range(2)]
         arrays.append(self.put(np.zeros(3, np.float32)))

@@ -145,7 +145,6 @@ def test_tables_of_results_are_those_of_the_results():
 
 
 def test_a_table_of_other_than_one_case_is_refused(tmp_path):
-    """Of reductions of two batches."""
     lines = (ROOT / "tests/data/compare.jsonl").read_text()
     path = tmp_path / "two.jsonl"
     path.write_text(lines + lines.replace('"batch":1', '"batch":2'))

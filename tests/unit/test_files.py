@@ -80,7 +80,6 @@ def test_what_is_half_written_is_its_users_alone_under_a_name_that_changes(tmp_p
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make another user's link")
 def test_another_users_link_in_a_shared_folder_is_not_followed(tmp_path):
-    """One's own is."""
     (tmp_path / "private").write_text("precious")
     shared, link = tmp_path / "shared", tmp_path / "shared" / "result"
     shared.mkdir()

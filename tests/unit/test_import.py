@@ -100,7 +100,6 @@ def test_import_loads_no_heavy_module():
 
 
 def test_one_version_of_transformers():
-    """What is asked for is what is served."""
     served = re.search(r'^SERVED = "(.*)"$', (ROOT / "treeattn/huggingface/__init__.py").read_text(), re.M)[1]
     extras = configparser.ConfigParser()
     extras.read(ROOT / "setup.cfg")

@@ -1,6 +1,5 @@
-"""The monoid: its laws to the bit, its exactness, and one set of bits from NumPy and every build."""
+"""The monoid: its laws to the bit, and its exactness; tests/support/records_contract.py has its builds."""
 
-import ctypes
 import itertools
 from fractions import Fraction
 
@@ -11,8 +10,6 @@ from hypothesis import strategies as st
 
 from tests.support.drawn import examples
 from treeattn import partial
-from treeattn.backends.cpu import compile
-from treeattn.errors import BackendError
 
 HEAD_DIM = 21  # not a multiple of any vector width: remainders are merged too
 
@@ -28,26 +25,6 @@ def same_bits(a, b):
 def merged(a, b):
     result = a.copy()
     partial.merge(result, b)
-    return result
-
-
-@pytest.fixture(params=compile.ISA_FLAGS)
-def kernels(request):
-    if request.param not in compile.available_isas():
-        pytest.skip(f"this processor has no {request.param}")
-    try:
-        return compile.library(request.param)
-    except BackendError as error:
-        pytest.skip(str(error))
-
-
-def compiled_merge(kernels, a, b):
-    result, other = a.copy(), b.copy()
-    width = a.shape[-1]
-    kernels.merge_partials(
-        ctypes.c_void_p(result.ctypes.data), ctypes.c_void_p(other.ctypes.data),
-        ctypes.c_int64(a.size // width), ctypes.c_int64(width),
-    )  # fmt: skip
     return result
 
 
@@ -217,30 +194,6 @@ def test_infinities_finish_as_nan_and_never_as_a_silent_infinity(dtype):
     assert not np.isposinf(numpy_finish(np.full((1, 1, 1, 3), np.finfo(dtype).max, dtype))[1]).any()
 
 
-def test_bits_of_every_build(kernels):
-    rng = np.random.default_rng(5)
-    for spread in (1, 20, 120):
-        a, b = random_records(rng, 3000, spread), random_records(rng, 3000, spread)
-        b[::7, 0] = a[::7, 0]
-        expected = merged(a, b)
-        assert same_bits(compiled_merge(kernels, a, b), expected)
-        assert same_bits(compiled_merge(kernels, b, a), expected)
-    anything = rng.integers(0, 1 << 32, (2, 5000, HEAD_DIM + 2), np.uint32).view(np.float32)
-    for a, b in (special_records(), anything):
-        assert same_bits(merged(b, a), merged(a, b))
-        assert same_bits(compiled_merge(kernels, a, b), merged(a, b))
-        assert same_bits(compiled_merge(kernels, b, a), merged(a, b))
-
-
-def compiled_finish(kernels, records):
-    batch, heads, queries, width = records.shape
-    out = np.empty((batch, queries, heads, width - 2), np.float32)
-    lse = np.empty((batch, heads, queries), np.float32)
-    pointers = (ctypes.c_void_p(array.ctypes.data) for array in (records, out, lse))
-    kernels.finish(*pointers, *(ctypes.c_int64(size) for size in records.shape))
-    return out, lse
-
-
 def numpy_finish(records):
     batch, heads, queries, width = records.shape
     out = np.empty((batch, queries, heads, width - 2), records.dtype)
@@ -263,18 +216,3 @@ def test_finish(dtype):
     np.testing.assert_allclose(lse, expected_lse, rtol=np.finfo(dtype).eps * 2, atol=np.finfo(dtype).eps * 4)
     assert (out[1, :, 2] == 0).all()
     assert (lse[1, 2] == -np.inf).all()
-
-
-def test_finish_has_the_same_bits_in_every_build(kernels):
-    rng = np.random.default_rng(7)
-    ordinary = random_records(rng, 3 * 4 * 500, 8)
-    ordinary[:, 1] = np.exp(rng.uniform(-3, 30, len(ordinary)))
-    a, b = special_records()
-    for records in (
-        ordinary.reshape(3, 4, 500, -1),
-        a.reshape(2, 16, -1, HEAD_DIM + 2),
-        merged(a, b).reshape(4, 8, -1, HEAD_DIM + 2),
-        *(records_of(m, np.float32).reshape(1, 1, -1, HEAD_DIM + 2) for m in (-np.inf, np.inf, np.nan, 1)),
-    ):
-        for ours, theirs in zip(compiled_finish(kernels, records), numpy_finish(records), strict=True):
-            assert same_bits(ours, theirs)

@@ -30,7 +30,6 @@ def test_the_citation_is_of_the_version_and_its_day():
 
 
 def test_no_source_names_the_version():
-    """The package asks its own metadata."""
     sources = [ROOT / "docs/conf.py", ROOT / "pyproject.toml", ROOT / "Makefile"]
     for folder in ("treeattn", "collectives", "kernels", "jobs"):
         sources += [path for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".c", ".cu", ".sh")]

@@ -12,7 +12,7 @@ import pytest
 from tests.support import verbs
 from tests.support.pages import in_pages
 from tests.support.problems import assert_exact, random_qkv
-from tests.support.records_contract import RecordsContract
+from tests.support.records_contract import SPECIAL, RecordsContract
 from tests.unit.backends.conftest import ISAS, take
 from treeattn import Rules, Shard, decode, partial, reference
 from treeattn.backends import cpu
@@ -25,9 +25,28 @@ from treeattn.errors import ArgumentError
 build_fixture = pytest.mark.usefixtures("build")
 
 
-@build_fixture
+@pytest.fixture(params=[*compile.available_isas(), "numpy"])
+def any_isa(request, monkeypatch):
+    """Whatever this machine can merge with: for what takes no time."""
+    if request.param == "numpy":
+        monkeypatch.setattr(compile, "loaded", lambda: (None, "not wanted"))
+    else:
+        take(request.param, monkeypatch)
+
+
+@pytest.mark.usefixtures("any_isa")
 class TestRecords(RecordsContract):
     backend = cpu
+    head_dims = (21, 80, 256)  # the first is no multiple of any vector's width
+
+    def pairs(self, head_dim):
+        """Also of any bits, special values and NaN with payloads among them."""
+        rng = np.random.default_rng(head_dim)
+        anything = rng.integers(0, 1 << 32, (2, 3000, head_dim + 2), np.uint32).view(np.float32)
+        special = rng.random(anything.shape) < 0.1
+        anything[special] = rng.choice(np.float32(SPECIAL), int(special.sum()))
+        anything[0, ::7, 0] = anything[1, ::7, 0]
+        return [*super().pairs(head_dim), tuple(anything)]
 
 
 def attend(q, k, v, scale=0.2, **given):

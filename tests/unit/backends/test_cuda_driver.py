@@ -79,7 +79,6 @@ def test_a_driver_without_gpus(pretend, monkeypatch, tmp_path):
     ],
 )
 def test_its_errors_are_named(pretend, codes, message):
-    """A GPU that is not there has no UUID."""
     pretend(**codes)
     with pytest.raises(BackendError, match=message):
         cuda_driver.inventory()

@@ -95,7 +95,6 @@ def test_no_cupy(monkeypatch):
 
 
 def test_cupy_that_lacks_a_library(package):
-    """The package is there, what it loads is not."""
     package("raise ImportError('libcudart.so.12: no such file', name='cupy._core')")
     with pytest.raises(BackendError, match=r"does not load: libcudart.*treeattn\[cuda12\]"):
         cuda.MergeOperator(64)
@@ -285,7 +284,6 @@ def test_a_stream_waits_for_the_last_one_by_an_event(cupy, runtime, log):
 
 
 def test_the_stream_of_another_library_is_current_for_a_while(cupy, runtime, log):
-    """The one that is current needs no switch."""
     cupy.answers["cuda.ExternalStream"] = MadeUpCupy("cuda.ExternalStream", cupy.answers, log)
     with runtime.on_stream(runtime.stream):
         assert not [entry for entry in log if "ExternalStream" in str(entry)]

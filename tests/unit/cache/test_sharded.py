@@ -25,7 +25,6 @@ def test_what_was_put_in_comes_out(kind, size, batch, seed):
 
 
 def test_arrays_stay_where_they_are_until_they_must_grow():
-    """Kernels are bound to them."""
     for cache in caches(2, capacity=6, layers=2)[0].layers:
         arrays = cache.k, cache.v, cache.lengths
         for _ in range(6):

@@ -169,7 +169,6 @@ def test_a_tied_model_with_a_head_of_its_own_is_refused(tmp_path, tensors, comm)
 
 
 def test_a_file_of_everything_goes_before_an_index(tmp_path, tensors):
-    """As with Hugging Face."""
     save_file(tensors, tmp_path / "model.safetensors")
     for file in tmp_path.glob("model-*.safetensors"):
         save_file({name: 2 * tensor for name, tensor in load_file(file).items()}, file)

@@ -154,7 +154,6 @@ def test_a_price_that_is_wrong_moves_a_time_by_its_share(scheme):
 
 
 def test_how_good_predictions_were_is_summed_up():
-    """The third lies outside its interval."""
     known = [("ring", 10.5, 10.0), ("chain", 20.0, 20.0), ("bine", 10.0, 30.0)]
     rows = [
         {"label": name, "time_us": time, "ratio": time / 10, "predicted_us": predicted,

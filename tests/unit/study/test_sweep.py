@@ -142,7 +142,6 @@ class Step:
 
 @pytest.mark.parametrize(("tokens", "done"), [(64, "step q k v"), (0, "fold")])
 def test_the_clock_stops_when_the_gpu_is_done(tokens: int, done: str) -> None:
-    """And starts when it has nothing to do."""
     step = Step()
     memory = SimpleNamespace(
         copy=lambda into, source: step.log.append(f"{into} of {source}"),

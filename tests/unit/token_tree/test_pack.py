@@ -4,6 +4,8 @@ Arrays are NumPy's: no machine that these tests ran on has had CuPy and a GPU.
 """
 
 import json
+import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +13,11 @@ import pytest
 from hypothesis import given
 from trie import beams, packed_row
 
+from tests.emulator.device_array import DeviceArray, namespace, on_device
 from tests.support.drawn import examples
 from tests.support.refusals import refused
 from treeattn.errors import ArgumentError
-from treeattn.token_tree import pack, prefix_tree, unpack
+from treeattn.token_tree import TokenTree, pack, prefix_tree, unpack
 
 VECTORS = np.load(Path(__file__).resolve().parents[2] / "data/token_tree_vectors.npz", allow_pickle=False)
 CASES = [entry["case"] for entry in json.loads(VECTORS["manifest_json"].tobytes())]
@@ -107,3 +110,25 @@ def test_maps_that_do_not_fit():
         unpack(np.zeros((1, 2)), packed.unpack_map)
     with pytest.raises(ArgumentError, match="are needed"):
         unpack(np.zeros((2, 3)), packed.unpack_map)
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    module = types.ModuleType("cupy")
+    vars(module).update(vars(namespace))
+    monkeypatch.setitem(sys.modules, "cupy", module)
+    return module
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64", "uint8"])
+def test_packing_stays_on_the_device(cupy, dtype):
+    beams = np.random.default_rng(0).integers(0, 3, (3, 6, 5)).astype(dtype)
+    there, wanted = pack(on_device(beams)), pack(beams)
+    for ours, here in zip(there, wanted, strict=True):
+        assert type(ours) is DeviceArray
+        np.testing.assert_array_equal(ours.get(), here)
+    np.testing.assert_array_equal(prefix_tree(on_device(beams)).get(), prefix_tree(beams))
+    payload = np.random.default_rng(1).random((*wanted.packed_beam.shape, 2))
+    unpacked = unpack(on_device(payload), there.unpack_map)
+    np.testing.assert_array_equal(unpacked.get(), unpack(payload, wanted.unpack_map))
+    assert TokenTree.from_beams(on_device(beams)).digest == TokenTree.from_beams(beams).digest

@@ -133,7 +133,6 @@ ASSUMED = {
 
 @pytest.mark.parametrize("name", description.shipped())
 def test_the_share_of_assumed_prices(name):
-    """By what a time grows if they do."""
     cluster = description.load(name)
     ranks, step = min(64, cluster.places), 1e-3
     schedule, places = build("recursive_doubling", ranks), block(cluster, ranks)
