@@ -157,8 +157,6 @@ LATENT = {"q": row(1, 576), "k": row(9, 576), "v": row(9, 512), **records_of(2, 
         ({"lengths": np.zeros(1, np.int32)}, "int64"),
         ({"lengths": [9]}, "list"),
         ({"num_splits": 0}, "num_splits"),
-        ({"tables": MaskTables(Rules(), 2, 1)}, "the mask tables are for batch, queries"),
-        ({"tables": MaskTables(Rules(alibi=(1.0,)), 1, 1)}, "and 1 heads"),
         ({"tables": looking_at(10)}, "see up to 10 tokens, but k and v have 9"),
         (
             {x: of_shape(2, 1, 2, 64) for x in "qkv"}

@@ -120,8 +120,11 @@ class Transport:
                 assert self.runtime.graph_launches == launches + number
                 assert_same_bits(self.comm, *captured)
             case.check(*captured, tensor_cores=False)
+            last = self.comm.rank == self.comm.size - 1
             with pytest.raises(treeattn.ArgumentError, match="int64 device array"):
-                decoder.capture(q, k, v, [1] if self.comm.rank == self.comm.size - 1 else lengths)
+                decoder.capture(q, k, v, [1] if last else lengths)
+            with pytest.raises(treeattn.ArgumentError, match="v is missing"):
+                decoder.capture(q, k, None if last else v, lengths)
         with pytest.raises(treeattn.StateError, match="closed"):
             step()
 
@@ -403,7 +406,7 @@ def test_an_nccl_that_lacks_or_differs_on_one_rank_is_told_by_all(comm, several,
             call()
 
 
-@pytest.mark.parametrize("transport", ["nccl", "cuda-mpi"])
+@pytest.mark.parametrize("transport", ["nccl", "cuda-mpi", "prefill"])
 def test_no_room_for_messages_on_one_rank_is_told_by_all(
     comm, several, runtime, nccl_communicators, monkeypatch, transport
 ):
@@ -417,10 +420,15 @@ def test_no_room_for_messages_on_one_rank_is_told_by_all(
             raise treeattn.BackendError("out of GPU memory")
         return np.empty(shape, dtype)
 
+    def prompt():
+        shape = {"heads": 2, "kv_heads": 2, "head_dim": 64, "dtype": "float32"}
+        return treeattn.Prefill(comm, tokens=2, **shape, device="cuda")
+
     monkeypatch.setattr(runtime, "empty", few)
+    how = {"scheme": "recursive_doubling", "transport": transport}
     with pytest.raises(treeattn.BackendError, match="rank 0: out of GPU memory"):
-        decoder_of(comm, scheme="recursive_doubling", transport=transport)
-    assert [one.ended for one in nccl_communicators] == ["aborted"] * (transport == "nccl")
+        prompt() if transport == "prefill" else decoder_of(comm, **how)
+    assert [one.ended for one in nccl_communicators] == ["aborted"] * (transport != "cuda-mpi")
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -95,6 +95,14 @@ def device_of(name: str, array: object) -> str:
     raise _no_array(name, array)
 
 
+def lies_on_gpu(name: str, given: Any, runtime: Any) -> bool:
+    """Whether what a call was given, perhaps no array at all, is one of a GPU."""
+    if runtime.holds(given):
+        return True
+    array = hasattr(given, "__dlpack_device__") or hasattr(given, "__cuda_array_interface__")
+    return array and device_of(name, given) == "cuda"
+
+
 def on_host(name: str, array: object) -> Array:
     """An array in the memory of the host as a NumPy array over the same memory.
 

@@ -23,6 +23,7 @@ from treeattn.decoder.mask_plan import check_blocks
 from treeattn.decoder.plan import Plan
 from treeattn.decoder.request import refuse
 from treeattn.errors import ArgumentError, StateError
+from treeattn.mpi.communicators import collectively
 from treeattn.partial import Array
 
 if TYPE_CHECKING:
@@ -340,7 +341,7 @@ class PlannedDecode:
         """
         self.owner.take()
         self._begin_anew()
-        k, v, lengths, _, positions = self._unpack(k, v, lengths)
+        k, v, lengths, _, positions = collectively(self.plan.comm, lambda: self._unpack(k, v, lengths))
         step = captured_step.capture(
             self.plan,
             lambda plan, *taken: self._in_parts((plan, taken, None)),

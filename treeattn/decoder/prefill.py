@@ -7,6 +7,7 @@ GPUs keys and values travel by NCCL, or, where ranks do not meet by it, through 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -274,18 +275,21 @@ class Prefill:
         shards = agreed_runs(agreed.gathered)
         assert shards is not None
         self._nccl = _between_gpus(comm, place) if place.name == "cuda" and comm.size > 1 else None
-        with Agreement(comm):  # all that a rank may have no memory for, before another waits for it
-            self._shape, self._device, self._in_order = shape, place, StreamOrder(place.stream)
-            self._ring = _Ring(shards, comm.rank, place, shape, self._nccl)
-            stands = shards[comm.rank].positions()
-            if reproducible == "blocks":
-                check_blocks(shards[comm.rank], comm.size)
-            self._parts = [
-                (rows, _Queries(shape, stands[rows], factor, place, comm.size > 1, rules))
-                for rows in parts(tokens, place.most_queries(heads, kv_heads))
-            ]
-            self._results = self._whole(tokens)
-            self._containers = arrays.Containers(place.view, self._results)
+        with contextlib.ExitStack() as refused:
+            refused.callback(self._leave)
+            with Agreement(comm):  # all that a rank may have no memory for, before another waits for it
+                self._shape, self._device, self._in_order = shape, place, StreamOrder(place.stream)
+                self._ring = _Ring(shards, comm.rank, place, shape, self._nccl)
+                stands = shards[comm.rank].positions()
+                if reproducible == "blocks":
+                    check_blocks(shards[comm.rank], comm.size)
+                self._parts = [
+                    (rows, _Queries(shape, stands[rows], factor, place, comm.size > 1, rules))
+                    for rows in parts(tokens, place.most_queries(heads, kv_heads))
+                ]
+                self._results = self._whole(tokens)
+                self._containers = arrays.Containers(place.view, self._results)
+            refused.pop_all()
         with watchdog.Activity("planning the prefill"):
             self._comm: Communicator | None = comm.dup()
             self._owner = Owner("this prefill")

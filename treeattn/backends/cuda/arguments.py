@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from treeattn import partial
-from treeattn.attention.mask_tables import MaskTables
 from treeattn.backends.cuda.runtime import Runtime
 from treeattn.backends.cuda.variants import TYPES, check_head_dim
 from treeattn.errors import ArgumentError
@@ -89,19 +88,6 @@ def check_table(table: Array, batch: int) -> None:
         raise ArgumentError(
             f"the block table is {table.dtype} {list(table.shape)}: contiguous int32 [batch, pages] = "
             f"[{batch}, any] is needed"
-        )
-
-
-def check_tables(tables: MaskTables, records: Array) -> None:
-    """Raise `ArgumentError` unless the tables are for as many sequences, queries and heads as the records."""
-    batch, heads, queries = records.shape[:3]
-    slopes = tables.rules.alibi
-    count = heads if slopes is None else np.shape(slopes)[0]
-    if tables.q_positions.shape != (batch, queries) or count != heads:
-        raise ArgumentError(
-            f"the mask tables are for batch, queries = {tables.q_positions.shape}"
-            + (f" and {count} heads" if slopes is not None else "")
-            + f": the records have {(batch, queries)} and {heads} heads"
         )
 
 

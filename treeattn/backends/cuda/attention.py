@@ -15,7 +15,6 @@ from treeattn.backends.cuda.arguments import (
     MAX_GRID,
     check_inputs,
     check_table,
-    check_tables,
     check_tokens,
     layout_of,
     rows_aligned,
@@ -120,7 +119,7 @@ class PlannedAttention:
         self._mask = tables
         self._cache = CacheType(kv_dtype, k_scale, v_scale)
         if tables is not None:
-            check_tables(tables, records)
+            assert tables.q_positions.shape == (records.shape[0], records.shape[2])
             softcap = tables.rules.softcap or 0
             self._arguments["softcap"] = softcap
             self._arguments["by_softcap"] = min(1 / softcap, _LARGEST) if softcap else 0

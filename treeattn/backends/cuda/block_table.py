@@ -24,7 +24,7 @@ class BlockTables:
 
     def take(self, block_table: Any, batch: int) -> Any:
         """int32 [batch, pages of a sequence], where it lies. Raises `ArgumentError`."""
-        if self._on_host(block_table):
+        if not arrays.lies_on_gpu("block_table", block_table, self._runtime):
             return as_table(block_table, batch)
         table = arrays.on_gpu("block_table", block_table, self._runtime)
         check_table(table, batch)
@@ -41,7 +41,7 @@ class BlockTables:
         """A block table on the device; one of the host is checked first, as `CheckedTable.check` does.
         lengths: gives them on the host, for so many tokens."""
         table = self.take(block_table, batch)
-        if not self._on_host(block_table):
+        if arrays.lies_on_gpu("block_table", block_table, self._runtime):
             return table
         if self._runtime.capturing():
             raise ArgumentError(
@@ -54,8 +54,3 @@ class BlockTables:
         into = self._room[: table.size].reshape(table.shape)
         self._runtime.upload(into, table)
         return into
-
-    def _on_host(self, block_table: Any) -> bool:
-        if self._runtime.holds(block_table):
-            return False
-        return isinstance(block_table, list | tuple) or arrays.device_of("block_table", block_table) == "cpu"

@@ -146,9 +146,8 @@ class Cuda(Device):
         after the first time; those of the device are used as they are, unread: kernels clamp them."""
         if lengths is None:
             return None
-        if not self.runtime.holds(lengths) and hasattr(lengths, "__cuda_array_interface__"):
+        if type(lengths) is not list and arrays.lies_on_gpu("lengths", lengths, self.runtime):
             lengths = self.view("lengths", lengths)
-        if self.runtime.holds(lengths):
             if lengths.dtype != np.int64 or lengths.shape != (shape.batch,):
                 got = f"{lengths.dtype} {list(lengths.shape)}"
                 raise ArgumentError(f"lengths on the GPU are {got}: int64 [{shape.batch}] is needed")
@@ -167,10 +166,9 @@ class Cuda(Device):
 
     def host_lengths(self, lengths: ArrayLike | None) -> ArrayLike | None:
         """Lengths that lie on the GPU are waited for."""
-        array = hasattr(lengths, "__dlpack_device__") or hasattr(lengths, "__cuda_array_interface__")
-        if not array or arrays.device_of("lengths", lengths) == "cpu":
-            return lengths
-        return self.to_host(self.view("lengths", lengths))
+        if arrays.lies_on_gpu("lengths", lengths, self.runtime):
+            return self.to_host(self.view("lengths", lengths))
+        return lengths
 
     def from_host(self, array: Array) -> Array:
         """A new device array, there when this returns; bfloat16 and types of 8 bits as their bits."""
