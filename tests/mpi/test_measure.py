@@ -13,11 +13,9 @@ from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.errors import RestrictionError
 from treeattn.selection import CATALOG, select
 from treeattn.study.compare import steps
-from treeattn.study.compare.clock import Clock
-from treeattn.study.compare.loop import Loop
-from treeattn.study.compare.measure import Bench, Budget
+from treeattn.study.compare.loop import Clock, Loop
+from treeattn.study.compare.measure import Bench, Budget, sweep
 from treeattn.study.compare.rows import SUM, Key
-from treeattn.study.compare.sweep import sweep
 
 ON_CPU = [name for name, row in CATALOG.items() if "cpu" in row.devices and name != "kv_ring"]
 BUDGET = Budget(repetitions=2, iterations=3, seconds=1e-3)

@@ -24,11 +24,10 @@ from treeattn.mpi.communicators import MpiCommunicator, broadcast_from_root, col
 from treeattn.report import Progress, Report
 from treeattn.selection import CATALOG, select
 from treeattn.study import environment, extra
-from treeattn.study.compare.measure import Budget
+from treeattn.study.compare.measure import Block, Budget, sweep
 from treeattn.study.compare.rows import SUM, Key, Row, Writer, run_name, version
 from treeattn.study.compare.steps import shape_of
 from treeattn.study.compare.summary import summarise
-from treeattn.study.compare.sweep import Block, sweep
 
 if TYPE_CHECKING:
     from treeattn.study.intervals import Estimate

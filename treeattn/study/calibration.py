@@ -28,8 +28,7 @@ from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators, library, topology
 from treeattn.mpi.communicators import MpiCommunicator
 from treeattn.study import environment, extra
-from treeattn.study.compare.clock import Clock
-from treeattn.study.compare.loop import Loop
+from treeattn.study.compare.loop import Clock, Loop
 from treeattn.study.fit import Fitted, Probe, fit, probes
 
 HEAD_DIM = 128

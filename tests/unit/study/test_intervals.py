@@ -17,8 +17,7 @@ from treeattn.collectives.clusters.description import Cluster, Executor, Tier
 from treeattn.collectives.clusters.placement import block, node_groups
 from treeattn.collectives.clusters.simulate import simulate
 from treeattn.collectives.schedule import Payload
-from treeattn.study.compare.clock import Offset, on_common_clock
-from treeattn.study.compare.loop import Times
+from treeattn.study.compare.loop import Offset, Times, on_common_clock
 from treeattn.study.intervals import ASSUMED, DRAWS, estimates, words
 
 

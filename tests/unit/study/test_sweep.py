@@ -13,11 +13,10 @@ from treeattn.collectives.clusters import description
 from treeattn.errors import ArgumentError
 from treeattn.mpi import topology
 from treeattn.study import intervals
-from treeattn.study.compare import measure, prediction, steps, sweep
-from treeattn.study.compare.measure import Budget
+from treeattn.study.compare import measure, prediction, steps
+from treeattn.study.compare.measure import Block, Budget, blocks
 from treeattn.study.compare.prediction import lacking, predicted
 from treeattn.study.compare.rows import SUM, Key
-from treeattn.study.compare.sweep import Block, blocks
 from treeattn.study.environment import _machine, node_load
 
 CASE = made_results.keys(["ring", "chain", "binary_tree"], [0])
@@ -40,12 +39,12 @@ def bench(monkeypatch):
                 raise ArgumentError("not for these ranks")
             return {"took_us": 1e6}
 
-    monkeypatch.setattr(sweep, "Bench", Bench)
+    monkeypatch.setattr(measure, "Bench", Bench)
     return SimpleNamespace(bcast=lambda value: value)
 
 
 def measured(comm, keys, **changes):
-    found = sweep.sweep(comm, keys, **{"budget": Budget(3), **changes})
+    found = measure.sweep(comm, keys, **{"budget": Budget(3), **changes})
     return [(block.key.scheme, block.repetition, result) for block, result in found]
 
 
