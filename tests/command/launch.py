@@ -17,6 +17,7 @@ from unittest import mock
 import click
 import pytest
 
+from tests.emulator.raw_module import compiler_problem
 from treeattn import cli
 from treeattn.errors import TreeattnError
 from treeattn.mpi import communicators
@@ -105,8 +106,11 @@ def treeattn(
     """The ``treeattn`` command: one rank `in_process`, several by ranks that wait for commands; by new ones
     where it needs a folder, other programs beside it, or variables that are read at the start of a process.
 
-    patches, emulated: of `waiting_ranks.Command`. `run("-m", "treeattn", ..)` always starts new ones.
+    patches, emulated: of `waiting_ranks.Command`; GPUs are emulated where there is a compiler, else the test
+    is skipped. `run("-m", "treeattn", ..)` always starts new ones.
     """
+    if emulated and (problem := compiler_problem()) is not None:
+        pytest.skip(problem)
     if ranks in (None, 1) and not (environment or emulated or ":" in words):
         return in_process(*words, code=code)
     command = waiting_ranks.Command([*map(str, words)], patches, emulated)

@@ -16,8 +16,6 @@ from treeattn.study.compare.rows import NCCL_SUM, SUM, read
 
 from .launch import in_process, run, treeattn
 
-needs_emulator = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
-
 CASE = Case("bfloat16", 64, group=4, batch=2, tokens=70, lengths=(70, 20))
 IDS = ",".join(map(str, [*PROMPT[:15]] * 2))
 SMALL = "--seq-len 70 --heads 4 --head-dim 64"
@@ -38,7 +36,6 @@ def commands(tmp_path_factory):
     }
 
 
-@needs_emulator
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.deep), 3])
 def test_decode_takes_the_same_path_as_on_a_cpu(tmp_path, commands, ranks):
     out, facts = tmp_path / "out.safetensors", tmp_path / "facts.json"
@@ -59,7 +56,6 @@ def test_decode_takes_the_same_path_as_on_a_cpu(tmp_path, commands, ranks):
 SERVED = "'nccl'.*'cuda-mpi'.*'host'"
 
 
-@needs_emulator
 @pytest.mark.parametrize(
     ("command", "words", "message"),
     sample(5, [
@@ -83,7 +79,6 @@ def test_what_gpus_do_not_serve_is_bad_input(commands, command, words, message):
     assert re.search(message, done.stderr)
 
 
-@needs_emulator
 @pytest.mark.parametrize(("nccl", "variable", "message"), sample(1, [
     ("30", "0", "NCCL lets them only where NCCL_MULTI_RANK_GPU"),
     ("28", "1", "NCCL 2.28 needs one for each: install NCCL 2.30"),
@@ -100,7 +95,6 @@ def test_ranks_that_share_a_gpu(commands, nccl, variable, message):
     assert re.search(f"{shared}: {message}", line)
 
 
-@needs_emulator
 def test_compare_has_every_transport_side_by_side(tmp_path, commands):
     out, summary = tmp_path / "r.jsonl", tmp_path / "s.json"
     schemes = ("--schemes", "ring,nccl_allreduce,mpi_allreduce")
@@ -128,7 +122,6 @@ def test_compare_has_every_transport_side_by_side(tmp_path, commands):
     assert "ring [nccl]" in (tmp_path / "figures" / "time.svg").read_text()
 
 
-@needs_emulator
 def test_a_transport_that_is_not_there_is_said_and_left_out(tmp_path, commands):
     words = ("--schemes", "chain", "--repetitions", 1, "--json", tmp_path / "s.json")
     given = {"ranks": 2, "emulated": True, "EMULATED_NCCL": "30", "EMULATED_GPUS": "1"}
@@ -141,7 +134,6 @@ def test_a_transport_that_is_not_there_is_said_and_left_out(tmp_path, commands):
     assert {row["transport"] for row in done.facts["summaries"]} == {"host", "nccl", "peer"}
 
 
-@needs_emulator
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [pytest.param(1, "--draft ngram", marks=pytest.mark.deep), (3, "--transport host --weights sharded")],
@@ -191,7 +183,7 @@ with emulated.gpus():
 """
 
 
-@needs_emulator
+@pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 @pytest.mark.parametrize("transport", ["peer", "cuda-mpi"])
 def test_the_doctors_trial_of_two_ranks_is_right(transport):
     done = run("-c", DOCTOR, transport, ranks=2, EMULATED_CUDA_MPI="1")

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from tests.emulator.device_array import DeviceArray
-from tests.emulator.raw_module import compiler_problem
 from tests.support.cuda_tensors import CudaTensor, models_on_gpu, on_gpu, plain
 from tests.support.frames import frames
 from tests.support.tiny_models import padded, prompt, wide
@@ -20,8 +19,6 @@ from treeattn.cache.sharded import CacheLayer
 from treeattn.decoder import Decoder, Reduction, gpu_reducers
 from treeattn.errors import ArgumentError, TransportError
 from treeattn.huggingface import plans
-
-pytestmark = pytest.mark.skipif(compiler_problem() is not None, reason=str(compiler_problem()))
 
 
 @pytest.fixture(autouse=True)

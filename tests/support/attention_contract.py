@@ -10,6 +10,7 @@ from tests.emulator.cases import CASES, Case, Inputs
 from tests.support.drawn import FACTOR, sample
 from tests.support.pages import in_pages
 from tests.support.problems import assert_exact
+from tests.support.records_contract import bits
 from treeattn.attention.arguments import Rules
 from treeattn.attention.mask_tables import MaskTables
 from treeattn.attention.positions import Runs
@@ -20,10 +21,6 @@ Array = np.ndarray[Any, Any]
 PLAIN = (Case("float32", 64, group=2, batch=2, splits=4), Case("bfloat16", 64, group=4, splits=2))
 plain = pytest.mark.parametrize("plain", PLAIN, ids=str)
 RULES = Rules(causal=True, window=(300, None), leading=5, softcap=9.0, alibi=(0.01, 0.3, -0.01, 0.0))
-
-
-def bits(array: Array) -> Array:
-    return array.view(np.uint64 if array.itemsize == 8 else np.uint32)
 
 
 def zeros(*shape: int, dtype: Any = np.float32) -> Array:

@@ -32,7 +32,7 @@ def random_records(count: int, head_dim: int, seed: int) -> Array:
 
 
 def bits(array: Array) -> Array:
-    return array.view(np.uint32)
+    return array.view(np.uint64 if array.itemsize == 8 else np.uint32)
 
 
 def merged(first: Array, *others: Array) -> Array:

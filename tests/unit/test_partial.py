@@ -9,23 +9,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.drawn import examples
+from tests.support.records_contract import bits, merged
 from treeattn import partial
 
 HEAD_DIM = 21  # not a multiple of any vector width: remainders are merged too
 
 
-def bits(array):
-    return array.view({4: np.uint32, 8: np.uint64}[array.itemsize])
-
-
 def same_bits(a, b):
     return bool((bits(a) == bits(b)).all())
-
-
-def merged(a, b):
-    result = a.copy()
-    partial.merge(result, b)
-    return result
 
 
 def random_records(rng, count, spread, head_dim=HEAD_DIM):
