@@ -222,9 +222,8 @@ def test_the_floor_spreads_news():
 @pytest.mark.parametrize(("result", "microseconds"), [("replicated", 1.0), ("root", 0.5)])
 def test_the_floor_has_bytes_leave_the_nodes(result, microseconds):
     """Half of 1,000 bytes each of two, at 1 GB/s; and as many again where every rank ends with all."""
-    found = simulate(
-        build("chain", 2, result=result), two_tiers(2, 1, bandwidth=1.0), (0, 1), Payload(2, 500)
-    )
+    cluster = two_tiers(2, 1, between=0.0, bandwidth=1.0)
+    found = simulate(build("chain", 2, result=result), cluster, (0, 1), Payload(2, 500))
     assert found.bound == pytest.approx(microseconds)
 
 
