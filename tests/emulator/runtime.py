@@ -1,5 +1,6 @@
 """A `treeattn.backends.cuda.runtime.Runtime` that executes the CUDA sources on the processor."""
 
+import collections
 import contextlib
 import ctypes
 import functools
@@ -290,19 +291,19 @@ class StrictRuntime(EmulatorRuntime):
 
 
 class LazyRuntime(EmulatorRuntime):
-    """Streams that run nothing before `synchronize_all`, and then those first that were used last: what does
-    not follow the stream of a step before runs before that step. The current one is `stream`."""
+    """Streams that run nothing before they are waited for, and of all those first that were used last: what
+    does not follow the stream of a step before runs before that step. The current one is `stream`."""
 
     driver = None
 
     def __init__(self) -> None:
         super().__init__()
-        self._queued: dict[int, list[Callable[[], object]]] = {}
+        self._queued = collections.defaultdict[int, list[Callable[[], object]]](list)
 
     def queue(self, work: Callable[[], object]) -> None:
         """Keep `work` for later."""
         if self._captured is None:
-            self._queued.setdefault(self.stream, []).append(work)
+            self._queued[self.stream].append(work)
         else:
             self._captured.append(work)
 
@@ -320,6 +321,10 @@ class LazyRuntime(EmulatorRuntime):
         for i in range(until):
             works[i], work = tuple, works[i]
             work()
+
+    def synchronize(self) -> None:
+        """Run what was queued to the current one."""
+        self._run(self.stream, len(self._queued[self.stream]))
 
     def synchronize_all(self) -> None:
         """Run everything."""

@@ -274,7 +274,8 @@ def two_steps(monkeypatch: pytest.MonkeyPatch, runtime: LazyRuntime, way: str) -
             decoder.finish()
         else:
             decoder(q, k, v)
-    runtime.synchronize_all()
+    runtime.stream = 7
+    decoder.synchronize() if way == "whole" else runtime.synchronize_all()
     return {"merge": merger.out, "prefill": out}.get(way, decoder.out)
 
 

@@ -360,6 +360,7 @@ class PlannedDecode:
         take part: then it raises `TransportError`, and the decoder is at its end. With ``transport="peer"``
         the steps end by themselves, and the error says that one of them has no result.
         """
+        self._in_order()  # they may be in another stream than the current one
         self._reducer.synchronize()
         self._device.memory.synchronize()
 
