@@ -114,7 +114,7 @@ def _jobs(found: Iterable[Row]) -> Iterator[dict[str, Any]]:
         variables = ", ".join(f"{name}={value}" for name, value in row.environment.items())
         yield {
             "run": row.run, "started": row.started, "ranks": row.ranks, "nodes": len(set(row.nodes)),
-            "hosts": row.hosts, "processor": row.processor, "MPI": row.mpi, "treeattn": row.treeattn,
+            "hosts": row.hosts, "processor": row.processor, "MPI": row.mpi, "treeattn": row.treeattn or "",
             "commit": row.commit, "environment": variables, "warning": row.warning or "",
         }  # fmt: skip
 

@@ -114,7 +114,7 @@ def test_a_planted_mistake_is_named_with_its_rank(mistake: str) -> None:
     assert words in found[0].text
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16, ml_dtypes.bfloat16])
 @pytest.mark.parametrize("base", ["e", 2])
 def test_what_is_right_is_let_be(dtype: Any, base: Any) -> None:
     parts, whole = dumps(dtype, base=math.e if base == "e" else 2)
