@@ -177,6 +177,14 @@ def test_a_transport_of_gpus_is_predicted_by_its_executor(transport, executor):
     assert microseconds(DGX, (0, 1), [[0, 1]], key) == microseconds(alone, (0, 1), [[0, 1]], key) > 0
 
 
+@pytest.mark.parametrize("scheme", ["binary_tree", "query_ring"])
+def test_records_of_float64_are_as_long_as_those_of_twice_as_many_elements(scheme):
+    """Of a whole step over no tokens: its reduction is left."""
+    key = replace(KEY, what="decode", scheme=scheme, head_dim=126, dtype="float64")
+    wide = replace(key, head_dim=254, dtype="float32")
+    assert microseconds(LAPTOP, (0, 1), [[0, 1]], key) == microseconds(LAPTOP, (0, 1), [[0, 1]], wide) > 0
+
+
 def test_an_executor_without_prices_is_named():
     leonardo, key = description.load("leonardo"), replace(KEY, device="cuda", transport="host")
     assert predicted(leonardo, (0, 1), [[0], [1]], key, {}) is None
