@@ -217,13 +217,13 @@ def test_tables_fit_80_columns():
 
 @pytest.fixture
 def cache(tmp_path):
-    """A small file; two sequences of different length."""
+    """A small file; two sequences of different length, and one that has not begun."""
     rng = np.random.default_rng(5)
     tensors = {
-        "q": rng.standard_normal((2, 3, 4, 64)).astype(np.float32),
-        "k": rng.standard_normal((2, 90, 2, 64)).astype(np.float32),
-        "v": rng.standard_normal((2, 90, 2, 64)).astype(np.float32),
-        "lengths": np.array([90, 61]),
+        "q": rng.standard_normal((3, 3, 4, 64)).astype(np.float32),
+        "k": rng.standard_normal((3, 90, 2, 64)).astype(np.float32),
+        "v": rng.standard_normal((3, 90, 2, 64)).astype(np.float32),
+        "lengths": np.array([90, 61, 0]),
     }
     return tmp_path / "cache.safetensors", tensors
 
@@ -244,7 +244,7 @@ def test_the_file_says_what_queries_see(cache, tmp_path, layout, said, rules):
     out, facts = tmp_path / "out.safetensors", tmp_path / "facts.json"
     words = ("--layout", layout, "--check", "--repeat", 1, "--out", out, "--json", facts)
     treeattn("decode", path, *words, ranks=3)
-    seen = reference.seen(np.arange(90), np.array([[87, 88, 89], [58, 59, 60]]), **rules)
+    seen = reference.seen(np.arange(90), np.array([[87, 88, 89], [58, 59, 60], [0, 0, 0]]), **rules)
     wanted, lse = reference.attention(
         *(tensors[name] for name in "qkv"), scale=0.25, lengths=tensors["lengths"], seen=seen
     )

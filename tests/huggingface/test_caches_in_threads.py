@@ -113,6 +113,18 @@ def test_a_second_thread_in_the_same_cache(comm, run, family):
     assert "used by another thread (MainThread)" in str(second.found[0])
 
 
+@torch.no_grad()
+def test_a_second_thread_in_a_compiled_model(comm, run):
+    """Whose update is traced, and asks nobody."""
+    model, step = made("Llama", "treeattn"), prompts(0)[0][:, :1]
+    cache = huggingface.ShardedKV(model.config, comm, capacity=64)
+    compiled = torch.compile(model, backend="eager")
+    for ids in prompts(0)[0], step:
+        compiled(ids, cache=cache)
+    (found,) = run(lambda: compiled(step, cache=cache))
+    assert "used by another thread (MainThread)" in str(found)
+
+
 def test_two_caches_over_one_communicator(comm, run):
     """Of several ranks: refused before anything is sent; of one rank: right."""
     model, (first, other) = made("Llama", "treeattn"), prompts(1)

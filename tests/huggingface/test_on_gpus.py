@@ -135,10 +135,14 @@ def test_what_a_step_of_tensors_costs_the_host(step, most):
     assert len(entered) <= most
 
 
-def test_a_tensor_of_another_stream_goes_by_dlpack(runtime, monkeypatch):
-    """Which waits for it; the stand-in's says that it was asked."""
+def test_what_goes_by_dlpack(runtime, monkeypatch):
+    """Tensors that it refuses, and those of another stream, for which it waits; the stand-in's says that it
+    was asked."""
     tensor = on_gpu(torch.ones(1, 1, 4, 8))
     assert arrays.on_gpu("q", tensor, runtime).shape == tensor.shape
+    for refused in torch._neg_view(tensor), torch.ones(1, 1, 4, 8, requires_grad=True), torch.ones(1) > 0:
+        with pytest.raises(ArgumentError, match="q (cannot be taken as it is|has elements)"):
+            arrays.on_gpu("q", on_gpu(refused), runtime)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=9))
     with pytest.raises(ArgumentError, match="q cannot be taken as it is"):
         arrays.on_gpu("q", tensor, runtime)

@@ -201,24 +201,31 @@ def _torch_view_on_gpu(array: Any, runtime: Any) -> Any:
         return None
     if torch.cuda.current_stream(array.device).cuda_stream != runtime.stream:
         return None
-    interface = {
-        "version": 3,
-        "shape": tuple(array.shape),
-        "strides": tuple([stride * size for stride in array.stride()]),
-        "typestr": kind,
-        "data": (array.data_ptr(), True),
-    }
+    try:
+        interface = {
+            "version": 3,
+            "shape": tuple(array.shape),
+            "strides": tuple([stride * size for stride in array.stride()]),
+            "typestr": kind,
+            "data": (array.data_ptr(), True),
+        }
+    except RuntimeError:  # not in rows
+        return None
     view = runtime.borrow(_Exported("__cuda_array_interface__", interface, array))
     return view.view(ml_dtypes.bfloat16) if array.dtype is torch.bfloat16 else view
 
 
 def _is_plain(array: object) -> bool:
-    """Whether it is a tensor of torch, and none of a class made of it, which may lie anywhere."""
-    return type(array) is sys.modules["torch"].Tensor
+    """Whether it is a tensor of torch with memory of its own: one of a class made of it may lie anywhere."""
+    torch = sys.modules["torch"]
+    return type(array) is torch.Tensor and not torch._is_functional_tensor(array)
 
 
 def _capsule(array: Any, **stream: Any) -> Any:
     """A capsule of version 1 where the exporter knows it: older ones cannot say that memory is read-only."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor) and torch._is_functional_tensor(array):
+        raise ValueError("it is traced by torch.func, and has no memory")
     if getattr(array, "is_neg", bool)():  # torch's DLPack does not say it
         raise ValueError("its negative bit is set: pass resolve_neg() of it")
     try:

@@ -52,21 +52,20 @@ class Config(msgspec.Struct, frozen=True):
     rope: Rope = field(name="rope_parameters", default=Rope())
 
 
-#: What each kind of rope states.
+#: What each kind of rope states, beside its kind and theta.
+_ALWAYS = ("rope_type", "rope_theta")
 _STATED = {"default": (), "linear": ("factor",), "llama3": Rope.__struct_fields__[2:]}
 
 
 def read_config(directory: str | Path) -> Config:
     """The configuration of the model in a directory; an `ArgumentError` names file and field."""
     path = Path(directory) / "config.json"
-    values = _read(path)
+    values, generation = _read(path), path.with_name("generation_config.json")  # which goes first
+    said = _read(generation) if generation.exists() else {}
+    eos = _eos(generation, said) if "eos_token_id" in said else _eos(path, values)
     try:
         _check_architecture(values)
-        generation = path.with_name("generation_config.json")
-        eos = (_read(generation) if generation.exists() else {}).get("eos_token_id")  # which goes first
-        eos = values.get("eos_token_id", ()) if eos is None else eos
-        named = {"eos_token_id": (eos,) if isinstance(eos, int) else eos, "rope_parameters": _rope(values)}
-        config = msgspec.convert(values | named, Config)
+        config = msgspec.convert(values | {"eos_token_id": eos, "rope_parameters": _rope(values)}, Config)
         heads, kv_heads = config.heads, config.kv_heads or config.heads
         if heads % kv_heads:
             raise ArgumentError(f"num_key_value_heads {kv_heads} does not divide {heads} heads")
@@ -92,6 +91,16 @@ def _read(path: Path) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def _eos(path: Path, values: dict[str, Any]) -> tuple[int, ...]:
+    eos = values.get("eos_token_id", ())
+    try:
+        return msgspec.convert((eos,) if isinstance(eos, int) else eos, tuple[_Token, ...])
+    except msgspec.ValidationError:
+        raise ArgumentError(
+            f"{path}: eos_token_id must be a token or a list of them, not {eos!r:.60}"
+        ) from None
+
+
 def _check_architecture(values: dict[str, Any]) -> None:
     found = values.get("architectures")
     if not isinstance(found, list) or found[:1] != [_ARCHITECTURE]:
@@ -109,7 +118,7 @@ def _check_architecture(values: dict[str, Any]) -> None:
             raise ArgumentError(f"{name} is {values[name]!r:.60}: only full attention is served")
 
 
-def _rope(values: dict[str, Any]) -> dict[str, Any]:
+def _rope(values: dict[str, Any]) -> Rope:
     """As transformers 5: rope_scaling goes first, and what it lacks is a field of the configuration
     itself."""
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
@@ -121,11 +130,14 @@ def _rope(values: dict[str, Any]) -> dict[str, Any]:
             raise ArgumentError(f"{name}.{key} is an object: one rope for all layers is served")
     beside = {key: values[key] for key in ("rope_theta", "partial_rotary_factor") if key in values}
     rope = beside | {key: value for key, value in stated.items() if value is not None}
-    kind = rope.setdefault("rope_type", rope.get("type", "default"))
+    kind = rope["rope_type"] = stated.get("rope_type", stated.get("type", "default"))
     if kind not in tuple(_STATED):
         raise ArgumentError(f"{name}.rope_type {kind!r:.40} is not served: {', '.join(_STATED)} are")
     if kind != "default" and (part := rope.get("partial_rotary_factor", 1)) != 1:  # which default leaves out
         raise ArgumentError(f"{name}.partial_rotary_factor is {part!r:.40}: {kind} rotates whole heads")
     if lacking := [key for key in _STATED[kind] if key not in rope]:
         raise ArgumentError(f"{name}.{lacking[0]} is missing, which rope_type {kind} has")
-    return rope
+    try:
+        return msgspec.convert({key: rope[key] for key in (*_ALWAYS, *_STATED[kind]) if key in rope}, Rope)
+    except msgspec.ValidationError as error:
+        raise ArgumentError(f"{name}: {error}") from None

@@ -65,6 +65,14 @@ def test_generation_config_decides_what_ends_a_text(tmp_path):
     assert read_config(tmp_path).eos == (253, 254, 255)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 7}')
     assert read_config(tmp_path).eos == (7,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(ArgumentError, match=r"generation_config.json: eos_token_id must be .*, not 'x'$"):
+        read_config(tmp_path)
+
+
+def test_what_a_kind_of_rope_does_not_state_is_not_looked_at(tmp_path):
+    write_model(tmp_path, "grouped_llama3", rope_parameters={"rope_type": "default", "factor": -1})
+    assert read_config(tmp_path).rope.factor == 1
 
 
 @pytest.mark.parametrize(
@@ -75,6 +83,8 @@ def test_generation_config_decides_what_ends_a_text(tmp_path):
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}},
          "rope_parameters.full_attention is an object: one rope for all layers is served"),
         ({"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor is missing, which"),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope_scaling: Expected `float` > 0.0 - at"),
+        ({"rope_scaling": {"type": None, "factor": 2}}, "rope_scaling.rope_type None is not served"),
         ({"hidden_size": "96"}, "config.json: Expected `int`, got `str` - at `$.hidden_size`"),
         ({"architectures": ["MistralForCausalLM"]}, "only LlamaForCausalLM is served"),
         ({"num_key_value_heads": 4}, "num_key_value_heads 4 does not divide 6 heads"),
