@@ -51,7 +51,7 @@ def _start(sanitizer: str, arguments: list[str]) -> subprocess.CompletedProcess[
         "PYTHONMALLOC": "malloc",
     }
     command = ["setarch", "-R", sys.executable, *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1100, check=False)
 
 
 def run(sanitizer: str, what: str) -> subprocess.CompletedProcess[str]:
