@@ -112,14 +112,14 @@ def test_a_token_reads_nothing_of_a_gpu(cache_of, monkeypatch):
 
 
 @torch.no_grad()
-def test_what_a_layer_of_a_token_costs_the_host(comm, cache_of):
-    """Python functions of the package, which may only fall."""
+def test_what_a_layer_of_a_token_costs_the_host():
+    """Python functions of the package, which may only fall: of a rank alone, which waits for nobody."""
     model, layers = wide("Llama", "treeattn", num_hidden_layers=8), 8
-    cache = cache_of(model)
+    cache = huggingface.ShardedKV(model.config, plans.alone().comm, capacity=16)
     for tokens in 12, 1, 1:
         model(prompt(1, tokens), cache=cache)
     entered = frames(lambda: model(prompt(1, 1), cache=cache))
-    assert len(entered) / layers <= (84 if comm.size == 1 else 92)
+    assert len(entered) / layers <= 84
 
 
 @pytest.mark.parametrize(
