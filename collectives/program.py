@@ -243,7 +243,8 @@ class _Planner:
     ) -> Iterator[Instruction]:
         """The instructions of one round; folds: of each rank."""
         rank = self._rank
-        moved = [t for t in round_ if self._concerns(t) and self._own(t.chunks).records]
+        moved = [t for t in round_ if self._rank in (t.src, t.dst) or self._near(t)]
+        moved = [t for t in moved if self._own(t.chunks).records]
         near = [t for t in moved if self._near(t)]
         far = [t for t in moved if not self._near(t)]
         slots, landed = self._allot_slots(near), self._land(moved, folds.get(rank, ()))
@@ -282,9 +283,6 @@ class _Planner:
 
     def _near(self, t: Transfer) -> bool:
         return t.src in self._node and t.dst in self._node
-
-    def _concerns(self, t: Transfer) -> bool:
-        return self._rank in (t.src, t.dst) or self._near(t)
 
     def _own(self, chunks: range) -> Region:
         part = self.rows[self._schedule.chunk_slice(chunks, len(self.rows))]

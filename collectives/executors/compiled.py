@@ -90,14 +90,18 @@ class CompiledReducer(Reducer):
         self, spec: ReductionSpec, planned: Planned, slots: Slots | None, oversubscribed: bool
     ) -> None:
         """slots: of this node, where the program uses some."""
-        messages = messages_over(spec.comm, planned.name)
+        messages = messages_over(spec.comm, planned.name) if spec.comm.size > 1 else None
         super().__init__(planned.name)
         self.executor = "slots" if slots else "program"
         self.certificate, self.sent, self._program = planned.certificate, planned.sent, planned.program
-        self.stream_ordered = not self._program.instructions
+        self.stream_ordered = messages is None
         self.messages, self._slots = messages, slots
         self._ended = False
-        self._bind(spec, planned, _OVERSUBSCRIBED if oversubscribed else _ALONE)
+        self._native, self._merge = spec.operator.native_code()
+        self._struct, self._rounds = StepStruct(number=1), list[int]()
+        self._poll = self._wait = functools.partial(int)  # 0, of a rank alone: done
+        if messages is not None:
+            self._bind(spec, planned, _OVERSUBSCRIBED if oversubscribed else _ALONE)
 
     def _bind(self, spec: ReductionSpec, planned: Planned, waiting: dict[str, int]) -> None:
         operator: NativeOperator = spec.operator
@@ -106,9 +110,8 @@ class CompiledReducer(Reducer):
         for number, instructions in self._program.by_round:
             self.messages.add(number, *regions.messages(instructions))
         self._lowered = Lowered(self._program, regions, self._slots, self.messages.rounds)
-        native = operator.native_code()
         self._struct = StepStruct(
-            merge=native.merge,
+            merge=self._merge,
             programs=self._lowered.addresses,
             length=len(self._lowered.rounds),
             number=1,
@@ -116,13 +119,11 @@ class CompiledReducer(Reducer):
             width=operator.width,
             **self.messages.fields(),
         )
-        self._native = native.run_step
-        run_step = ctypes.CFUNCTYPE(ctypes.c_int64)(native.run_step)
+        self._rounds = self._lowered.rounds
+        run_step = ctypes.CFUNCTYPE(ctypes.c_int64)(self._native)
         poll = functools.partial(run_step, ctypes.byref(self._struct), _POLL_ONCE)
         self._poll = self.messages.polled(poll)
         self._wait = functools.partial(run_step, ctypes.byref(self._struct), _POLL_INTERVAL)
-        if self.stream_ordered:  # a rank alone
-            self._poll = self._wait = functools.partial(int)  # 0: done
 
     def _begin(self) -> None:
         self._ended = False
@@ -192,8 +193,8 @@ class CompiledReducer(Reducer):
 
     def _round(self) -> int | None:
         """The round that the step has come to; None if it has come to its end."""
-        instruction, rounds = self._struct.next, self._lowered.rounds
-        return rounds[instruction] if instruction < len(rounds) else None
+        instruction = self._struct.next
+        return self._rounds[instruction] if instruction < len(self._rounds) else None
 
     def waits_for(self) -> tuple[str, str]:
         number = self._round()
@@ -209,5 +210,6 @@ class CompiledReducer(Reducer):
         raise self.messages.failure(number, self._struct.code)
 
     def _release(self) -> None:
-        self.messages.close()
+        if self.messages is not None:
+            self.messages.close()
         self._slots = None  # mapped for as long as it is known

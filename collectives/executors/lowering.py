@@ -93,11 +93,11 @@ def plan_program(
         )
     records = spec.records(schedule.name)
     pieces = min(records.nbytes // _PIECE, _PIECES) if piecewise else 1
-    given = schedule, rank, len(records), spec.granularity, tuple(node), pieces
-    made, certificate, messages = _planned(*given)
+    made, proved, messages = _planned(schedule, rank, len(records), spec.granularity, tuple(node), pieces)
     bytes_each = records.nbytes // max(len(records), 1)
     sent = [(peer, count * bytes_each) for peer, count in messages]
-    certificate = replace(certificate, bits=getattr(spec.operator, "bits", certificate.bits))
+    bits = getattr(spec.operator, "bits", proved.bits)
+    certificate = proved if bits == proved.bits else replace(proved, bits=bits)
     return Planned(schedule.name, certificate, made, records, sent)
 
 

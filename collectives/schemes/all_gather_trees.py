@@ -19,7 +19,7 @@ arXiv:2506.20252 (2025), with room for all chunks; NCCL's PAT. Both halves toget
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 from treeattn.collectives.combinators import reversed_as_copies, runs_of, then
 from treeattn.collectives.schedule import Schedule, Transfer, refuse_above_limit
@@ -31,9 +31,8 @@ def all_gather_trees(size: int) -> Schedule:
     distances = [1 << step for step in range(steps)]
     most = [1 if size % (2 * d) == 0 else len(range(d, size, 2 * d)) for d in distances]
     refuse_above_limit("all_gather_trees", size, 2 * size * sum(most))
-    place = [0] * size
-    for at, rank in enumerate(sorted(range(size), key=lambda rank: _mirrored(rank, steps))):
-        place[rank] = at
+    order = sorted(range(size), key=lambda rank: f"{rank:0{steps}b}"[::-1])
+    place = dict(zip(order, range(size), strict=True))
     up = tuple(
         tuple(
             Transfer(rank, (rank - distance) % size, chunks)
@@ -45,11 +44,7 @@ def all_gather_trees(size: int) -> Schedule:
     return Schedule("all_gather_trees", size, size, then(up, reversed_as_copies(up)))
 
 
-def _mirrored(number: int, bits: int) -> int:
-    return sum((number >> bit & 1) << (bits - 1 - bit) for bit in range(bits))
-
-
-def _sent(rank: int, distance: int, place: Sequence[int]) -> Iterator[range]:
+def _sent(rank: int, distance: int, place: Mapping[int, int]) -> Iterator[range]:
     """The chunks of all trees in which `rank` lies an odd multiple of `distance` beyond the root."""
     size, period = len(place), 2 * distance
     if size % period == 0:  # all chunks of one remainder, of which the smallest stands first

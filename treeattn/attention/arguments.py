@@ -99,6 +99,13 @@ class Shard:
                 raise ArgumentError(f"{name} is given twice: in the Shard and as an argument")
         return k if lengths is None else cls(**{**k.arguments, "lengths": lengths})
 
+    def holding(self, **others: Any) -> Shard:
+        """The same of other arrays, by name, which were looked at."""
+        made = object.__new__(Shard)
+        for name, value in (self.arguments | others).items():
+            object.__setattr__(made, name, value)
+        return made
+
     def in_rows(self, what: str) -> Shard:
         """The shard where it is keys and values in rows, of q's type. Raises `ArgumentError`."""
         for name in ("block_table", "k_scale", "v_scale", "v_dim", "draft_positions"):

@@ -7,9 +7,9 @@ A GPU is looked for, and CuPy imported, only when ``device="cuda"`` is asked for
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from treeattn.attention.arguments import BlockTable, Shard
@@ -136,7 +136,7 @@ class Device(Protocol):
         query = self.tensor("q", q, None)
         batch, queries, heads, head_dim = query.shape
         check_grouping(query.shape, k.shape)
-        stored = dtype_name(k, {"uint16": "bfloat16"}.get(str(k.dtype), shard.dtype), CACHE_DTYPES)
+        stored = dtype_name(k, "bfloat16" if k.dtype == np.uint16 else shard.dtype, CACHE_DTYPES)
         page_size = None if shard.block_table is None else k.shape[1]
         cache = stored, shard.k_scale, shard.v_scale, v.shape[3], page_size
         shape = Shape(batch, queries, heads, k.shape[2], head_dim, query_dtype(query), *cache)
@@ -148,7 +148,7 @@ class Device(Protocol):
             check_lengths(self.host_lengths(shard.lengths), tokens, pages)
             tokens *= pages
         lengths = self.lengths(shape, shard.lengths, tokens)
-        held = replace(shard, k=k, v=v, lengths=lengths, v_dim=None, positions=None)
+        held = shard.holding(k=k, v=v, lengths=lengths, v_dim=None, positions=None)
         return Admitted(query, held, shape, tokens)
 
     def check(

@@ -128,12 +128,10 @@ def _check_peers(comm: Communicator, runtime: Any) -> None:
         own.append(address)
         return handle  # type: ignore[no-any-return]
 
-    def open_all() -> None:
-        opened.extend(runtime.open_exposed(handles[rank]) for rank in near if rank != comm.rank)
-
     try:
         handles = comm.allgather(collectively(comm, expose))
-        collectively(comm, open_all)
+        others = (runtime.open_exposed(handles[rank]) for rank in near if rank != comm.rank)
+        collectively(comm, lambda: opened.extend(others))
     finally:
         for other in opened:
             runtime.close_exposed(other)

@@ -82,8 +82,9 @@ INCOMPATIBLE = {
 
 def refuse(properties: Mapping[str, object]) -> None:
     """Raise `RestrictionError` where two of what is true of these exclude each other."""
+    true = {name for name, what in properties.items() if what}
     for pair, why in INCOMPATIBLE.items():
-        if all(map(properties.get, pair)):
+        if true.issuperset(pair):
             raise RestrictionError(why.format(**properties))
 
 

@@ -62,10 +62,6 @@ class KeyAverage(NamedTuple):
     features: Any
 
 
-def no_summary(q: Array, v: Array, lengths: Array) -> None:
-    """Features that are known without a look at the shards need nothing of them."""
-
-
 def average(
     name: str,
     features: Callable[[Sequence[Any]], Features],
@@ -73,7 +69,7 @@ def average(
     q: AnyArray,
     k: AnyArray | Shard,
     v: AnyArray | None,
-    summary: Callable[[Array, Array, Array], object] = no_summary,
+    summary: Callable[[Array, Array, Array], object] = lambda *_: None,
     *,
     comm: Given = None,
     scheme: str | Schedule | Reduction | None = None,

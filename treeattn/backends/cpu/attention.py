@@ -82,7 +82,7 @@ class _Binding(ctypes.Structure):
         ("workspace", ctypes.c_int64),
     )
 
-    def call(self, kernels: ctypes.CDLL) -> Callable[[tuple[Any, ...]], int]:
+    def call(self, kernels: Any) -> Callable[[tuple[Any, ...]], int]:
         """Called with (q, k, v, lengths), binds them and gives 0 where that is so easy; else changes
         nothing."""
         python = ctypes.pythonapi
@@ -160,8 +160,7 @@ class PlannedAttention:
         )
         self._pointer = ctypes.byref(self._arguments)
         self._binding = _Binding(attention=ctypes.addressof(self._arguments))
-        if self._kernels is not None:
-            self._rebind = self._binding.call(self._kernels)
+        self._rebind: Any = None  # made in the first step that brings other arrays
 
     @property
     def compiled(self) -> bool:
@@ -193,6 +192,7 @@ class PlannedAttention:
         ):
             return False
         self._bound = None  # until it is done: a signal may come in between
+        self._rebind = self._rebind or self._binding.call(self._kernels)
         if self._rebind((q, k, v, lengths)) or k.shape[1] > self._most_tokens:
             return False
         self._lengths = lengths

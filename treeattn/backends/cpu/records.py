@@ -121,8 +121,7 @@ class MergeOperator:
     def native_code(self) -> NativeCode:
         """The compiled merge and the step that calls it. Raises `BackendError` where there is none: of
         float64, or without a compiler."""
-        compiled = self._compiled("")
-        return NativeCode(code_address(compiled.run_step), code_address(getattr(compiled, self._merge)))
+        return _native_code(self._compiled(""), self._merge)
 
     def mpi_function(self) -> int:
         """Address of the merge as an MPI_User_function, which lives as long as the process. Raises
@@ -143,6 +142,11 @@ class MergeOperator:
                 f"no compiled merge of {self.dtype} records ({problem or 'only float32 has one'}){why}"
             )
         return compiled
+
+
+@functools.cache
+def _native_code(compiled: ctypes.CDLL, merge: str) -> NativeCode:
+    return NativeCode(*map(code_address, (compiled.run_step, getattr(compiled, merge))))
 
 
 def planned_finish(records: Array, out: Array, lse: Array) -> Callable[[], object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -62,6 +63,7 @@ class Variant(NamedTuple):
     merge: str | None = None
 
 
+@functools.lru_cache(maxsize=64)
 def choose_variant(
     q_type: str,
     kv_type: str,
