@@ -79,7 +79,7 @@ class Shape(NamedTuple):
 #: Family -> shapes that are timed.
 TIMED = {
     "heads_16_16": [Shape(16, 16, 1024 * n) for n in (1, 8, 64, 256)],
-    "heads_32_8": [Shape(32, 8, 1024 * n) for n in (1, 8, 16, 64, 256)],
+    "heads_32_8": [Shape(32, 8, 1024 * n) for n in (1, 8, 16, 32, 64, 256)],
     "heads_128_8": [Shape(128, 8, 1024 * n) for n in (1, 8, 64)],
     "latent": [Shape(heads, 1, head_dim=576, latent=True) for heads in (16, 128)],
     "eight_bits": [Shape(8 * group, 8, dtype="float8_e4m3fn") for group in (1, 4, 16)],
@@ -102,9 +102,14 @@ class Step:
         self.out = zeros(rows * width, np.float32).reshape(batch, self.queries, heads, width)
         lse = zeros(rows, np.float32).reshape(batch, heads, self.queries)
         eight = {"kv_dtype": shape.dtype, "k_scale": 1.0, "v_scale": 1.0} if "float8" in shape.dtype else {}
-        self.attend = cuda.PlannedAttention(
-            records, scale=shape.head_dim**-0.5, tables=self.tables(), runtime=self.runtime, **eight
+        plan = functools.partial(
+            cuda.PlannedAttention,
+            *(records,),
+            **{"scale": shape.head_dim**-0.5, "tables": self.tables(), "runtime": self.runtime, **eight},
         )
+        # The second way where the first one is by clusters: as many splits as there are then.
+        most = self.runtime.multiprocessors // (batch * shape.kv_heads)
+        self.ways = [plan(), plan(num_splits=max(1, min(most, shape.tokens // 128)))]
         self.finish = cuda.planned_finish(records, self.out, lse, runtime=self.runtime)
         q_shape = (batch, self.queries, heads, shape.head_dim)
         self.q = gpu_laps.upload_random(self.runtime, q_shape, "bfloat16")
@@ -114,8 +119,13 @@ class Step:
         self.caches = [self.cache(seed) for seed in range(count)]
         self.pages = self.page_table()
 
-    def __call__(self, k: Any, v: Any) -> None:
-        self.attend(self.q, k, v, None, self.pages, finish=self.finish)
+    def __call__(self, k: Any, v: Any, way: int = 0) -> None:
+        self.ways[way](self.q, k, v, None, self.pages, finish=self.finish)
+
+    def captured(self, way: int = 0) -> Any:
+        """A lap around the caches."""
+        steps = [functools.partial(self, k, v, way) for k, v in self.caches]
+        return gpu_laps.captured(self.runtime, steps)
 
     def cache(self, seed: int) -> tuple[Any, Any]:
         s = self.shape
@@ -200,15 +210,16 @@ def time_shapes(stopwatch: Any, shapes: list[Shape], repeats: int = 11) -> Itera
     copy, moved = gpu_laps.copy_lap(stopwatch)
     for shape in shapes:
         step = Step(stopwatch, shape)
-        own = gpu_laps.captured(stopwatch.runtime, [functools.partial(step, k, v) for k, v in step.caches])
-        torch = torch_lap(stopwatch, step)
-        laps = [own, *([torch] if callable(torch) else [])]
+        own, torch = step.captured(), torch_lap(stopwatch, step)
+        clustered = step.ways[0].variant.clustered
+        laps = [own, *([torch] if callable(torch) else []), *([step.captured(1)] if clustered else [])]
         copying, _, *around = gpu_laps.median_laps(stopwatch, [copy, own, *laps], copy, repeats)
         seconds = [lap / len(step.caches) for lap in around]
         yield shape._asdict() | {
             "microseconds": seconds[0] * 1e6,
             "torch_microseconds": seconds[1] * 1e6 if callable(torch) else None,
             "torch": None if callable(torch) else torch,
+            "without_clusters_microseconds": seconds[-1] * 1e6 if clustered else None,
             "host_microseconds": stopwatch.host_seconds(functools.partial(step, *step.caches[-1]), 20) * 1e6,
             "copy_rate_gb_s": moved / copying / 1e9,
             "percent_of_copy_rate": 100 * step.bytes / seconds[0] * copying / moved,

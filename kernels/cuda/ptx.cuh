@@ -405,6 +405,40 @@ template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(unsigne
 #endif
 }
 
+// ---- clusters, from sm_90 on: blocks that run at once and read each other's shared memory
+
+// All threads of all blocks of a cluster come here, and none has ended before: what each wrote is then there for all,
+// and what it read of others is read.
+__device__ __forceinline__ void meet_cluster() {
+#ifdef TREEATTN_EMULATOR
+  emulator::meet_cluster();
+#elif __CUDA_ARCH__ >= 900
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
+
+// What lies in block `rank` of the cluster where `own` points to in the shared memory of this one.
+template <typename T> __device__ __forceinline__ T load_of_block(const T *own, int rank) {
+  static_assert(sizeof(T) == 8 || sizeof(T) == 16, "one load instruction");
+#ifdef TREEATTN_EMULATOR
+  return *static_cast<const T *>(emulator::map_shared_rank(own, rank));
+#else
+  T value;
+  float *to = reinterpret_cast<float *>(&value);
+  unsigned at;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"((unsigned)__cvta_generic_to_shared(own)), "r"(rank));
+  if constexpr (sizeof(T) == 8)
+    asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(to[0]), "=f"(to[1]) : "r"(at) : "memory");
+  else
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(to[0]), "=f"(to[1]), "=f"(to[2]), "=f"(to[3])
+                 : "r"(at)
+                 : "memory");
+  return value;
+#endif
+}
+
 #endif
 
 #ifdef TREEATTN_EMULATOR

@@ -28,7 +28,7 @@ ARCHITECTURES = {
     "100": 227 << 10,
     "120": 99 << 10,
 }
-_TEMPLATES = ("partial_attention", "attention_mma", "attention_rows", "merge_splits")
+_TEMPLATES = ("partial_attention", "attention_mma", "attention_cluster", "attention_rows", "merge_splits")
 _PLAIN = ("merge_partials", "take_maxima", "rescale", "finish", "pack_partials", "scale_lse", "pull_partials")
 _COSTS = Path(__file__).with_name("costs.json")
 MODULES = (*_TEMPLATES, *_PLAIN)
@@ -67,6 +67,11 @@ _FEW_MMA = [
     ("float16", 576, 16, _TOKENS[0]),
     ("bfloat16", 576, 32, _TOKENS[0]),
     ("bfloat16", 576, 64, _TOKENS[0]),
+]
+# Of clusters: the same, of 16 rows at most.
+_FEW_CLUSTERED = [
+    *(("bfloat16", 128, 4, tokens) for tokens in _TOKENS[::2]),
+    ("float16", 80, 16, _TOKENS[0]),
 ]
 _FEW_NARROW = (128, 576)  # head dimensions with a cache of 8 bits
 
@@ -136,7 +141,7 @@ def expressions(module: str, arch: str, whole: bool = False) -> dict[str, Launch
         chosen = every if whole else _CHOICE
         kinds = itertools.chain.from_iterable(itertools.product([kind], *rest) for kind, *rest in chosen)
         return {variants.fma_kernel(*one).expression: Launch() for one in kinds}
-    if int(arch) < 80:
+    if int(arch) < (90 if module == "attention_cluster" else 80):
         return {}
     every = itertools.product(_TYPES_16, variants.HEAD_DIMS, (16, 32, 64, 256), _TOKENS)
     kinds = [*every, *_LATENT] if whole else _FEW_MMA
@@ -148,6 +153,13 @@ def expressions(module: str, arch: str, whole: bool = False) -> dict[str, Launch
         or whole
         or ((kv_type, tokens) == ("float8_e4m3fn", _TOKENS[0]) and head_dim in _FEW_NARROW)
     ]
+    if module == "attention_cluster":
+        every = itertools.product(_TYPES_16, (64, 80, 96, 128), (16,), _TOKENS[::2])
+        device = {"tensor_cores": True, "shared_limit": ARCHITECTURES[arch], "clustered": True}
+        found = [
+            variants.choose_variant(kind, kind, head_dim, rows, tokens=tokens, **device)
+            for kind, head_dim, rows, tokens in (every if whole else _FEW_CLUSTERED)
+        ]
     return {
         kernel.expression: Launch(kernel.shared_bytes, kernel.threads)
         for kernel in found

@@ -1,5 +1,6 @@
 """What every architecture's compiler makes of the kernels, without a GPU."""
 
+import re
 import shutil
 
 import pytest
@@ -71,6 +72,7 @@ def test_instructions_for_a_byte(arch: str) -> None:
     assert per_kibibyte("attention_mma<bfloat16, bfloat16, 128, 128, Warps<1, 4, 1>") <= 45
     assert per_kibibyte("attention_mma<float16, float16, 576, 512, Warps<1, 1, 4>") <= 52
     assert per_kibibyte("partial_attention<bfloat16, 128, 1>") <= 67
+    assert per_kibibyte("attention_cluster<bfloat16, bfloat16, 128, 128, Warps<1, 8, 1>") <= 48
     narrow = per_kibibyte("attention_mma<bfloat16, float8_e4m3fn, 128, 128, Warps<1, 4, 1>")
     slots = 4 * 132 * 1.755e9  # warp instructions a second, of which 70 percent can be had
     assert narrow / 1024 / (0.7 * slots) <= 0.65 * 2 / 3.0e12
@@ -84,6 +86,20 @@ def test_instructions_are_those_that_were_meant(arch: str) -> None:
         assert row.counts["copy_16_bytes"] >= 2, row
         assert row.counts["matrix_multiply"] >= 8, row
         assert row.counts["matrix_load"] >= 8, row
+
+
+@pytest.mark.parametrize("arch", ["90", "100"])
+def test_blocks_of_a_cluster_meet_twice_and_read_between(arch: str) -> None:
+    """What a thread reads of eight blocks is asked for at once; nobody ends but behind the last barrier."""
+    kernel = "attention_cluster<bfloat16, bfloat16, 128, 128, Warps<1, 8, 1>, 128, 3>"
+    cubin = nvidia.compile_cubin(source("attention_cluster"), [kernel], arch)
+    (body,) = nvidia.disassembled(cubin)[1].values()
+    marks = re.findall(r"\b(UCGABAR_ARV|UCGABAR_WAIT|EXIT|LD\.E\.(?:64|128)) ", body)
+    meets = ["UCGABAR_ARV", "UCGABAR_WAIT"]
+    assert marks == [*meets, *["LD.E.64"] * 8, *["LD.E.128"] * 8, *meets, "EXIT"]
+    assert "MEMBAR.ALL.GPU" in body.partition("UCGABAR_ARV")[0]
+    with pytest.raises(nvidia.CompileError, match="cluster"):
+        nvidia.compile_cubin(source("attention_cluster"), [kernel], "80")
 
 
 def test_keys_and_values_are_the_first_to_leave_the_second_level() -> None:

@@ -24,11 +24,15 @@ WHEELS = (
     "nvidia-cuda-nvrtc==13.0.*",
     "nvidia-cuda-nvrtc",
 )
-MODULES = ("pull_partials", "merge_splits", "partial_attention", "attention_mma", "attention_rows")
+MODULES = (
+    *("pull_partials", "merge_splits", "partial_attention"),
+    *("attention_mma", "attention_cluster", "attention_rows"),
+)
 #: All of the matrix's choice on one architecture, on the others those that ask most of a compiler.
 EVERYTHING = "90"
 DEMANDING = (
     "attention_rows<",
+    "attention_cluster<bfloat16, bfloat16, 128",
     "pull_partials<InParameters>",
     "float8_e4m3fn, 128, 1>",
     "bfloat16, float8_e4m3fn, 128",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 _SOURCES = {
     "fma": "partial_attention.cu",
     "mma": "attention_mma.cu",
+    "cluster": "attention_cluster.cu",
     "rows": "attention_rows.cu",
     "merge": "merge_splits.cu",
     "pull": "pull_partials.cu",
@@ -19,7 +20,7 @@ _SOURCES = {
 
 class Fault(NamedTuple):
     """`old` occurs once in the kernel's text; `new` is wrong. kind: the work that shows it (work.py). file:
-    what a sanitizer names, "": the kernel's own; sanitizer: which one sees it."""
+    what a sanitizer names, "": the kernel's own; sanitizer: which one sees it, "": the emulator alone."""
 
     kernel: str
     old: str
@@ -59,6 +60,10 @@ _BARRIERS = {
     "columns_stored_early": ("mma", "the warps' partials are there", "latent"),
     "stages_reused_early_latent": ("mma", "the tiles are free", "latent"),
     "no_query_barrier_many": ("mma", "q is there", "many_latent"),
+    "columns_stored_early_cluster": (
+        *("cluster", "the warps' partials are there", "clusters"),
+        "attention.cuh",
+    ),
     "no_states_barrier_apart": ("merge", "all states", "apart", "combine.cuh"),
     "no_weights_barrier_apart": ("merge", "all weights", "apart", "combine.cuh"),
     "no_sums_barrier_apart": ("merge", "all sums", "apart", "combine.cuh"),
@@ -68,6 +73,8 @@ _BARRIERS = {
 
 _NUMBER = "store_release(number_of(a, a.rank), step"
 _LOOK = "load_acquire(number_of(a, rank))"
+_MEET = "meet_cluster(); // "
+_FREE = "  __syncthreads(); // the tiles are free"
 _OWN = "if (threadIdx.x == RECORD_MAX) own"
 FAULTS = {
     **{
@@ -92,6 +99,19 @@ FAULTS = {
     "not_awaited": Fault("pull", "i.operation == AWAIT || i", "i", "pull", sanitizer=""),
     "step_not_counted": Fault("pull", "step + a.ends", "step + 0", "pull", sanitizer=""),
     "part_counted": Fault("pull", "step + a.ends", "step + 1", "pull", sanitizer=""),
+    # Blocks of a cluster that do not wait for each other, do not come, or read another than they mean.
+    **{
+        name: Fault("cluster", old, new, "clusters", "cluster.cuh", sanitizer)
+        for name, old, new, sanitizer in (
+            ("not_begun", f"{_MEET}all blocks' partials", "//", ""),
+            ("ended_early", f"{_MEET}nobody reads", "//", ""),
+            ("half_comes", f"{_MEET}nobody reads", f"if (threadIdx.x < 128) {_MEET}", ""),
+            ("empty_block_leaves", _FREE, f"  if (state.maximum[0] < -1e38f) return;\n{_FREE}", ""),
+            ("another_cluster", "own.numerators + e, block)", "own.numerators + e, block + 1)", ""),
+            ("one_block", "own.numerators + e, block)", "own.numerators + e, 0)", ""),
+            ("relaxed_cluster", "emulator::meet_cluster();", "emulator::meet_cluster(false);", "thread"),
+        )
+    },
     # Of these the first writes, and the second reads, vectors where none can lie.
     "misaligned_scratch": Fault(
         "fma",

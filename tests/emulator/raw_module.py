@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -73,7 +74,9 @@ class RawModule:
         name_expressions: tuple[str, ...],
         sanitizer: str = "",
     ) -> None:
-        exports = "".join(f"EXPORT_KERNEL(kernel_{i}, {n})\n" for i, n in enumerate(name_expressions))
+        exports = "".join(
+            f"EXPORT_KERNEL(kernel_{i}, {_cluster(code, n)}, {n})\n" for i, n in enumerate(name_expressions)
+        )
         text = f'#include "cuda.h"\n{code}\n{exports}'
         defines = tuple(option for option in options if option.startswith("-D"))
         self._library = ctypes.CDLL(str(_compiled(text, (*_flags(), *_SANITIZERS[sanitizer], *defines))))
@@ -133,6 +136,13 @@ def libcuda() -> ctypes.CDLL:
     """The driver's library of this machine, which has no GPU."""
     text = (_HEADERS / "libcuda.c").read_text()
     return ctypes.CDLL(str(built(".so", ["gcc", "-O1", "-fPIC", "-shared", "-xc", "-"], stdin=text)))
+
+
+def _cluster(code: str, expression: str) -> str:
+    """How many blocks of this kernel are a cluster, as its declaration has it, or 0."""
+    name = expression.partition("<")[0]
+    found = re.search(rf"__cluster_dims__\((\w+), 1, 1\)[^{{;]*\b{name}\(", code)
+    return found[1] if found else "0"
 
 
 def _argument(value: Any) -> Any:

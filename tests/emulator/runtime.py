@@ -41,7 +41,7 @@ class EmulatorRuntime:
 
     name = "emulated GPU"
     multiprocessors = 3
-    tensor_cores = True
+    tensor_cores = clusters = True
     identity, index = "emulated GPU 0", 0
     stream = 0
     namespace: Any = np

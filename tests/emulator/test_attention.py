@@ -2,6 +2,7 @@
 
 import itertools
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,11 @@ class TestOnTheEmulator(GpuContract):
 
     def runtime(self, seed: int = 0, **device: Any) -> EmulatorRuntime:
         return EmulatorRuntime(seed=seed, **device)
+
+    def roomy(self, seed: int = 0) -> EmulatorRuntime:
+        runtime = self.runtime(seed)
+        runtime.multiprocessors = 132
+        return runtime
 
 
 CONTRACT = TestOnTheEmulator()
@@ -75,6 +81,23 @@ def test_a_growing_cache_chooses_its_splits_once_in_a_while(monkeypatch: pytest.
         planned(q, cache[:, :tokens], cache[:, :tokens])
     assert considered[:4] == [2, 33, 65, 97]  # at each step of 32 tokens, then at each second one, and so on
     assert len(considered) == 63 + 33 + 8
+
+
+def test_a_growing_cache_goes_on_with_another_kernel() -> None:
+    """Where there come to be more tokens than eight blocks are for, or fewer: the bits of a fresh plan."""
+    case, chosen = Case("bfloat16", 64, group=4, kv_heads=1, tokens=2100), []
+    planned, records = CONTRACT.planned(case, runtime=CONTRACT.roomy())
+    q, k, v, *_ = case.inputs()
+    for tokens in (200, 300, 2048, 2049, 700):
+        planned(q, k[:, :tokens], v[:, :tokens])
+        chosen.append(planned.variant.clustered)
+        fresh = replace(case, tokens=tokens), Inputs(q, k[:, :tokens], v[:, :tokens], None, None)
+        assert (bits(attend(*fresh, runtime=CONTRACT.roomy())) == bits(records)).all()
+    assert chosen == [False, True, True, False, True]
+    assert attend(case, runtime=EmulatorRuntime()).shape == records.shape  # of 3 multiprocessors
+    planned, _ = CONTRACT.planned(replace(case, splits=8), runtime=CONTRACT.roomy())
+    planned(q, k[:, :300], v[:, :300])
+    assert not planned.variant.clustered  # whoever asks for a count gets it by whichever device
 
 
 def test_new_views_bind_as_fresh_arrays_do() -> None:

@@ -48,13 +48,31 @@ def test_shared_memory_starts_as_nan(faults: RawModule, name: str) -> None:
 
 
 # These change no value here, or end the process: see test_sanitizers.py.
-SILENT = ("no_fence", "no_arrival_barrier")
+SILENT = ("no_fence", "no_arrival_barrier", "relaxed_cluster")
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("not_begun", "reads the shared memory of one that need not have begun: line"),
+        ("ended_early", "has ended: line|ends while others of its cluster may read its shared memory"),
+        ("half_comes", r"deadlock .* thread 0 waits at a barrier of its cluster, line \d+"),
+        ("empty_block_leaves", "waits for its cluster, of which another ended: line"),
+        ("another_cluster", "no such block in the cluster: line"),
+    ],
+)
+def test_faults_of_clusters_are_reported(fault: str, message: str) -> None:
+    """Whichever block comes first."""
+    for seed in (0, 1, 2):
+        runtime = EmulatorRuntime(seed=seed, edit=planted(FAULTS[fault]))
+        with pytest.raises(EmulatorError, match=message):
+            WORK["clusters"](runtime, "cluster")
 
 
 @pytest.mark.deep
 @pytest.mark.parametrize(
     "fault",
-    [n for n, f in FAULTS.items() if f.kernel != "pull" and f.sanitizer == "thread" and n not in SILENT],
+    [n for n, f in FAULTS.items() if f.kernel != "pull" and f.sanitizer != "address" and n not in SILENT],
 )
 def test_faults_are_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By other records, or by what the emulator says. However few splits are, they merge on two levels."""

@@ -21,13 +21,14 @@ SHAPES = [
     gpu.Shape(4, 1, 40, nodes=7),
     gpu.Shape(8, 2, 64, page=gpu.PAGE),
     gpu.Shape(8, 2, 40, batch=3),
+    gpu.Shape(8, 1, 300),
 ]
 
 
 class Stopwatch(EmulatorRuntime):
     """With a device of a small L2 cache, whose time counts launches and copies."""
 
-    driver, l2_bytes, made = None, 20_000, 0
+    driver, l2_bytes, made, multiprocessors = None, 20_000, 0, 16
     runtime = property(lambda self: self)
 
     def queue(self, work: Callable[[], object]) -> None:
@@ -51,6 +52,7 @@ def test_every_kind_of_shape_is_timed(shape: gpu.Shape) -> None:
     assert row["microseconds"] == pytest.approx(launches)
     assert launches in (1, 2)
     assert row["percent_of_copy_rate"] > 0
+    assert (row["without_clusters_microseconds"] is None) == (shape.tokens < 256)
     assert row["torch"] is not None or row["torch_microseconds"] > 0
 
 

@@ -65,7 +65,7 @@ def run(sanitizer: str, what: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "kernel",
     [f"{kernel}_{kind}" for kernel in ("fma", "mma") for kind in ("plain", "tables", "cache", "finished")]
-    + ["latent", "many", "many_latent", "apart", "tall", "records", "pull", "scatter", "nodes"],
+    + ["latent", "clusters", "many", "many_latent", "apart", "tall", "records", "pull", "scatter", "nodes"],
 )
 def test_kernels_are_clean(sanitizer: str, kernel: str) -> None:
     result = run(sanitizer, f"{kernel}:clean")

@@ -25,7 +25,7 @@ def drawn(*shapes: tuple[int, ...], dtype: str = "float16") -> list[Array]:
 
 
 def planned(
-    runtime: EmulatorRuntime, q: Array, v_dim: int, splits: int, kernel: str = "mma", **options: Any
+    runtime: EmulatorRuntime, q: Array, v_dim: int, splits: int | None, kernel: str = "mma", **options: Any
 ) -> tuple[Any, Array]:
     """A plan for q and the records that it writes."""
     batch, queries, heads, _ = q.shape
@@ -101,6 +101,16 @@ def latent(runtime: EmulatorRuntime, kernel: str) -> Array:
     return np.array(found)
 
 
+def clusters(runtime: EmulatorRuntime, kernel: str) -> Array:
+    """Splits that are the blocks of a cluster, of a device that has room for it. Four have no tokens."""
+    runtime.multiprocessors = 16
+    q, k, v = drawn((1, 1, 4, 64), *((1, 600, 1, 64),) * 2)
+    attend, records = planned(runtime, q, 64, None)
+    attend(q, k, v, np.array([500]))
+    assert attend.variant.clustered
+    return records
+
+
 def many(runtime: EmulatorRuntime, kernel: str) -> Array:
     """Rows of more than one tile, over all tokens, then over what each sees."""
     q, k, v = drawn((1, 66, 1, 64), *((1, 300, 1, 64),) * 2)
@@ -133,6 +143,7 @@ WORK: dict[str, Callable[[EmulatorRuntime, str], Array]] = {
     "finished": finished,
     "latent": latent,
     "many": many,
+    "clusters": clusters,
     "tall": once(1, 41, 1, 64, tokens=200, splits=3),  # a tile of many rows
     "apart": once(1, 1, 2, 576, tokens=70, splits=41),  # splits beyond lanes, most of them empty
     # A tile of many rows and what is left of another; more splits do not run under ThreadSanitizer.

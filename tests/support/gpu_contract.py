@@ -10,10 +10,19 @@ import pytest
 from tests.emulator.cases import Case, Inputs, is_tensor_core_case
 from tests.support.attention_contract import PLAIN, AttentionContract, bits, plain
 from tests.support.drawn import sample
+from tests.support.pages import in_pages
 from treeattn.backends import cuda
 from treeattn.errors import ArgumentError
 
+#: Few rows of few KV heads over few tokens, of which some blocks have none.
+CLUSTERED = [
+    Case("bfloat16", 128, group=4, batch=2, tokens=900, lengths=(900, 0)),
+    Case("float16", 64, group=16, kv_heads=1, batch=2, tokens=1500, lengths=(257, 1500)),
+    Case("bfloat16", 80, group=3, queries=5, kv_heads=1, batch=2, tokens=700, layout="gaps"),
+    Case("bfloat16", 96, group=7, kv_heads=1, batch=2, tokens=300, lengths=(1, 128), scores=1e4),
+]
 FINISHED = [
+    CLUSTERED[0],
     Case("float32", 80, group=3, batch=2, lengths=(150, 0), splits=3),
     Case("bfloat16", 128, group=4, queries=5, tokens=100),
     Case("bfloat16", 64, group=4, batch=2, lengths=(0, 150), splits=2),
@@ -31,9 +40,13 @@ class GpuContract(AttentionContract):
         """The device; seed: of the order of its threads, where it has one."""
         raise NotImplementedError
 
+    def roomy(self, seed: int = 0) -> Any:
+        """A device that has more multiprocessors than a few clusters need."""
+        return self.runtime(seed)
+
     def options(self, case: Case, order: int) -> dict[str, Any]:
         plan = {"num_splits": case.splits, "tensor_cores": case.tensor_cores, "kv_dtype": case.kv}
-        return {**plan, "runtime": self.runtime(order)}
+        return {**plan, "runtime": (self.roomy if case in CLUSTERED else self.runtime)(order)}
 
     def rounds(self, case: Case) -> bool:
         return is_tensor_core_case(case) and self.runtime().tensor_cores
@@ -90,6 +103,39 @@ class GpuContract(AttentionContract):
         for found, wanted in zip((out, lse), self.results(self.get(records)), strict=True):
             assert np.isnan(wanted).any()
             assert (bits(self.get(found)) == bits(wanted)).all()
+
+    @pytest.mark.parametrize("clustered", CLUSTERED, ids=str)
+    def test_splits_meet_in_clusters(self, clustered: Case) -> None:
+        """In one launch, with the same bits each time, and of pages."""
+        case, inputs = clustered, clustered.inputs()
+        if not self.roomy().clusters:
+            pytest.skip("GPUs have clusters from compute capability 9.0 on")
+        planned, records = self.planned(case)
+        planned(*self.arrays(case, inputs))
+        assert (planned.variant.clustered, len(planned.launches)) == (True, 1)
+        case.check(*self.results(self.get(records)), self.rounds(case))
+        lengths = np.full(case.batch, case.tokens) if inputs.lengths is None else inputs.lengths
+        (k, table), (v, _) = (in_pages(one, 128, lengths) for one in inputs[1:3])
+        paged = inputs._replace(k=k, v=v, lengths=lengths)
+        for order, given, pages in ((1, inputs, None), (2, inputs, None), (0, paged, table)):
+            found = self.attend(case, given, order, pages)
+            assert (bits(found) == bits(self.get(records))).all()
+
+    def test_a_captured_cluster_follows_any_length(self) -> None:
+        """One that is read at launch: of nothing, within the first block's tokens, and of all."""
+        case = replace(CLUSTERED[1], lengths=(1500, 1500))
+        runtime = self.roomy()
+        planned, records = self.planned(case, runtime=runtime)
+        if not runtime.clusters:
+            pytest.skip("GPUs have clusters from compute capability 9.0 on")
+        q, k, v, lengths = self.arrays(case, case.inputs())
+        planned(q, k, v, lengths)
+        launch = runtime.capture(lambda: planned(q, k, v, lengths))
+        for given in ((0, 1), (127, 128), (1024, 1025), (1500, 640)):
+            self.write(lengths, np.array(given))
+            launch()
+            found = self.results(self.get(records))
+            replace(case, lengths=given).check(*found, self.rounds(case))
 
     def test_a_plan_forgets_arrays_when_others_are_refused(self) -> None:
         planned, records = self.planned(PLAIN[0])

@@ -17,13 +17,13 @@ from treeattn.cli import commands
 ROOT = Path(__file__).resolve().parents[2]
 #: Folders -> lines of Python.
 LINES = {
-    ("treeattn", "collectives"): 33_753,
-    ("tests",): 34_498,
-    ("benchmarks",): 1_956,
+    ("treeattn", "collectives"): 33_826,
+    ("tests",): 34_680,
+    ("benchmarks",): 1_967,
     ("tools",): 443,
     ("jobs",): 1_037,
 }
-STATEMENTS = 20_163  # of the package
+STATEMENTS = 20_197  # of the package
 WORDS = 21_998  # of docs and README
 COMMANDS = 16
 OPTIONS = {"compare": 16, "simulate": 14, "generate": 12}

@@ -3,6 +3,7 @@
 // out as NaN, asynchronous copies land as late as they may.
 #pragma once
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstdlib>
 #include <thread>
@@ -19,7 +20,7 @@ struct uint3 {
 
 namespace emulator {
 
-constexpr int MAX_WORKERS = 256;
+constexpr int MAX_WORKERS = 256, MAX_CLUSTER = 16;
 constexpr int WARP = 32, MAX_COPIES = 512, MAX_MASKS = 16, SLOT_BYTES = 32;
 
 enum class Operation { shuffle, ballot, sync_warp, load_matrices, multiply_matrices };
@@ -67,8 +68,30 @@ struct Barrier {
   int first_line;
 };
 
+// The memory of this library's thread-local variables, which is where `__shared__` ones are.
+struct Range {
+  unsigned char *start;
+  size_t bytes;
+};
+
+// Blocks that run at once, each on a thread of the operating system. Rounds are barriers of all of them: what a block
+// reads of another's shared memory is ordered by these alone, whatever the threads' own times are.
+struct Cluster {
+  int arrived, ended;
+  unsigned round;
+  char clocks[2];
+  struct Member {
+    Range shared[2]; // dynamic and static
+    int ended;
+    unsigned read_until; // 1 more than the last round in which another block read them
+  } members[MAX_CLUSTER];
+};
+
 struct Launch {
   uint3 grid, block;
+  int cluster; // how many blocks of a row are one, or 0
+  std::vector<Cluster> clusters;
+  int workers;
   size_t shared_bytes;
   void (*call)(void *kernel, void **arguments);
   void *kernel;
@@ -77,7 +100,7 @@ struct Launch {
   std::atomic<long> next_block{0};
   std::atomic<bool> failed{false};
   char message[512] = "";
-  std::atomic<int> mapped{0};
+  std::atomic<int> mapped{0}, finished{0};
   char *stacks[MAX_WORKERS];
 };
 
@@ -91,6 +114,9 @@ struct Block {
   Barrier barrier;
   unsigned *barrier_waiting; // for each warp, the lanes that wait
   unsigned char *dynamic_shared;
+  Cluster *cluster; // or null
+  int rank;
+  unsigned round;  // of the cluster
   uint64_t random; // 0: threads take turns in order
   bool stopped;
 };
@@ -197,7 +223,7 @@ UNCHECKED inline unsigned char (*meet(unsigned mask, Operation operation, const 
 }
 
 // All threads of the block that have not ended must come; one that ended already is a fault too.
-UNCHECKED inline Barrier &meet_block(int predicate, int line) {
+UNCHECKED inline Barrier &meet_block(int predicate, int line, const char *what = "a block barrier") {
   Fiber *me = current;
   Block *block = me->block;
   Barrier &barrier = block->barrier;
@@ -229,13 +255,69 @@ UNCHECKED inline Barrier &meet_block(int predicate, int line) {
     if (block->random) run_next();
   } else {
     block->barrier_waiting[me->warp] |= 1u << me->lane;
-    wait_at("a block barrier", line);
+    wait_at(what, line);
   }
 #if EMULATOR_TSAN
   __tsan_acquire(clock);
 #endif
   (void)clock;
   return barrier;
+}
+
+// Waits until all blocks of the cluster have come; one that ended already is a fault too.
+UNCHECKED inline void meet_other_blocks(int line) {
+  Block *block = current->block;
+  Cluster *cluster = block->cluster;
+  if (__atomic_add_fetch(&cluster->arrived, 1, __ATOMIC_SEQ_CST) == block->launch->cluster) {
+    __atomic_store_n(&cluster->arrived, 0, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&cluster->round, block->round + 1, __ATOMIC_SEQ_CST);
+  }
+  while (true) {
+    const int ended = __atomic_load_n(&cluster->ended, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&cluster->round, __ATOMIC_SEQ_CST) != block->round) break;
+    if (ended || block->launch->failed) fail("a block waits for its cluster, of which another ended", line);
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  }
+  block->round++;
+}
+
+// All threads of all blocks of the cluster. `ordered`: what they wrote before is there after.
+UNCHECKED inline void meet_cluster(bool ordered = true, int line = __builtin_LINE()) {
+  Block *block = current->block;
+  if (!block->cluster) fail("a kernel without clusters waits for one", line);
+  const unsigned round = block->round;
+  char *clock = &block->cluster->clocks[round & 1];
+#if EMULATOR_TSAN
+  if (ordered) __tsan_release(clock);
+#endif
+  meet_block(0, line, "a barrier of its cluster");
+  if (block->round == round) meet_other_blocks(line); // one thread for all
+#if EMULATOR_TSAN
+  if (ordered) __tsan_acquire(clock);
+#endif
+  (void)clock, (void)ordered;
+}
+
+// Where in block `rank` of the cluster that lies which `own` points to in this one.
+UNCHECKED inline const void *map_shared_rank(const void *own, int rank, int line = __builtin_LINE()) {
+  Block *block = current->block;
+  if (!block->cluster || rank < 0 || rank >= block->launch->cluster) fail("no such block in the cluster", line);
+  if (!block->round) fail("a block reads the shared memory of one that need not have begun", line);
+  Cluster::Member &member = block->cluster->members[rank];
+  for (unsigned until = __atomic_load_n(&member.read_until, __ATOMIC_SEQ_CST); rank != block->rank;)
+    if (until > block->round || __atomic_compare_exchange_n(&member.read_until, &until, block->round + 1, false,
+                                                            __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+      break;
+  if (__atomic_load_n(&member.ended, __ATOMIC_SEQ_CST))
+    fail("a block reads the shared memory of one that has ended", line);
+  const unsigned char *address = static_cast<const unsigned char *>(own);
+  for (int i = 0; i < 2; ++i) {
+    const Range &mine = block->cluster->members[block->rank].shared[i];
+    if (address >= mine.start && address < mine.start + mine.bytes)
+      return member.shared[i].start + (address - mine.start);
+  }
+  fail("what another block shall have is not in shared memory", line);
+  return nullptr;
 }
 
 inline void *dynamic_shared() { return current->block->dynamic_shared; }
@@ -289,19 +371,13 @@ UNCHECKED inline void start_fiber() {
   __builtin_trap(); // a thread that ended never runs again
 }
 
-// The memory of this library's thread-local variables, which is where `__shared__` ones are.
-struct Range {
-  void *start;
-  size_t bytes;
-};
-
 inline int find_thread_locals(dl_phdr_info *info, size_t, void *found) {
   const char *data = static_cast<const char *>(info->dlpi_tls_data);
   const char *anchor = reinterpret_cast<const char *>(&current);
   for (int i = 0; data && i < info->dlpi_phnum; ++i) {
     const size_t bytes = info->dlpi_phdr[i].p_memsz;
     if (info->dlpi_phdr[i].p_type != PT_TLS || anchor < data || anchor >= data + bytes) continue;
-    *static_cast<Range *>(found) = {info->dlpi_tls_data, bytes};
+    *static_cast<Range *>(found) = {static_cast<unsigned char *>(info->dlpi_tls_data), bytes};
     return 1;
   }
   return 0;
@@ -377,6 +453,28 @@ UNCHECKED inline void run_block(Block &block) {
   if (block.stopped) report_deadlock(block);
 }
 
+inline void begin_in_cluster(Block &block, long number, const Range &locals) {
+  const Launch &launch = *block.launch;
+  block.cluster = &block.launch->clusters[number / launch.cluster];
+  block.rank = number % launch.cluster;
+  block.round = 0;
+  Cluster::Member &member = block.cluster->members[block.rank];
+  member.shared[0] = {block.dynamic_shared, launch.shared_bytes};
+  member.shared[1] = locals;
+}
+
+// What others of its cluster read of a block, they must have read before a barrier that this one passed, too.
+UNCHECKED inline void end_in_cluster(const Block &block) {
+  Cluster::Member &member = block.cluster->members[block.rank];
+  __atomic_store_n(&member.ended, 1, __ATOMIC_SEQ_CST);
+  __atomic_add_fetch(&block.cluster->ended, 1, __ATOMIC_SEQ_CST);
+  Launch *launch = block.launch;
+  if (__atomic_load_n(&member.read_until, __ATOMIC_SEQ_CST) > block.round && !launch->failed.exchange(true))
+    snprintf(launch->message, sizeof launch->message,
+             "block (%u, %u, %u) ends while others of its cluster may read its shared memory", block.index.x,
+             block.index.y, block.index.z);
+}
+
 UNCHECKED inline void find_own_stack(Context &context) {
   pthread_attr_t attributes;
   void *bottom = nullptr;
@@ -386,8 +484,15 @@ UNCHECKED inline void find_own_stack(Context &context) {
   context.stack_bottom = bottom;
 }
 
+// The next of `blocks` for a worker that has done `done`: of clusters each takes the same part of one after another.
+inline long next_block(Launch &launch, int worker, long done, long blocks) {
+  const int size = launch.cluster;
+  if (size) return (worker / size + done * (launch.workers / size)) * size + worker % size;
+  return launch.next_block.fetch_add(1, std::memory_order_relaxed);
+}
+
 // One thread of the operating system: takes blocks until none is left.
-inline void work(Launch *launch) {
+inline void work(Launch *launch, int worker) {
   const long blocks = long{launch->grid.x} * launch->grid.y * launch->grid.z;
   Block block{};
   block.launch = launch;
@@ -418,17 +523,24 @@ inline void work(Launch *launch) {
   *const_cast<Fiber *volatile *>(&current) = nullptr;
   Range locals{nullptr, 0};
   dl_iterate_phdr(find_thread_locals, &locals);
-  while (!launch->failed) {
-    const long next = launch->next_block.fetch_add(1, std::memory_order_relaxed);
+  for (long done = 0; !launch->failed; ++done) {
+    const long next = next_block(*launch, worker, done, blocks);
     if (next >= blocks) break;
-    reset_block(block, launch->seed % 2 ? blocks - 1 - next : next, stacks, copies.data());
+    const long number = launch->seed % 2 ? blocks - 1 - next : next;
+    reset_block(block, number, stacks, copies.data());
     if (!locals.start) abort(); // static shared memory would not be poisoned
     poison(locals.start, locals.bytes);
     current = nullptr;
     poison(block.dynamic_shared, launch->shared_bytes);
+    if (launch->cluster) begin_in_cluster(block, number, locals);
     run_block(block);
+    if (block.cluster) end_in_cluster(block);
     if (EMULATOR_TSAN) break;
   }
+  // What others of a cluster look at lies in this thread's memory.
+  launch->finished++;
+  while (launch->cluster && launch->finished < launch->workers)
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
 #if EMULATOR_TSAN
   for (Fiber &fiber : fibers) __tsan_destroy_fiber(fiber.context.tsan);
 #endif
@@ -445,10 +557,10 @@ template <class... A> void call(void *kernel, void **arguments) {
 }
 
 // Runs a grid on `workers` threads. Returns 0, or 1 with a message. Seeds: 0 takes blocks and threads in order, odd
-// ones take blocks backwards, 2 and above take threads in a random order.
+// ones take blocks backwards, 2 and above take threads in a random order. `cluster` blocks of a row are one; 0: none.
 template <class... A>
-int launch(void (*kernel)(A...), const unsigned *grid, const unsigned *block, size_t shared_bytes, void **arguments,
-           unsigned seed, int workers, char *message, size_t message_bytes) {
+int launch(void (*kernel)(A...), int cluster, const unsigned *grid, const unsigned *block, size_t shared_bytes,
+           void **arguments, unsigned seed, int workers, char *message, size_t message_bytes) {
   Launch l;
   l.grid = {grid[0], grid[1], grid[2]};
   l.block = {block[0], block[1], block[2]};
@@ -457,14 +569,23 @@ int launch(void (*kernel)(A...), const unsigned *grid, const unsigned *block, si
   l.kernel = reinterpret_cast<void *>(kernel);
   l.arguments = arguments;
   l.seed = seed;
+  const long blocks = long{grid[0]} * grid[1] * grid[2];
+  if (cluster && (cluster > MAX_CLUSTER || grid[0] % cluster)) {
+    snprintf(message, message_bytes, "a row of %u blocks is not whole clusters of %d", grid[0], cluster);
+    return 1;
+  }
+  l.cluster = cluster;
+  if (cluster) l.clusters.resize(blocks / cluster);
+  if (cluster) workers = cluster;
   // To ThreadSanitizer one block after the other on a thread would look ordered: each has a thread of its own there.
-  if (EMULATOR_TSAN) workers = static_cast<int>(long{grid[0]} * grid[1] * grid[2]);
+  if (EMULATOR_TSAN) workers = static_cast<int>(blocks);
   if (workers > MAX_WORKERS) {
     snprintf(message, message_bytes, "at most %d blocks can run under ThreadSanitizer", MAX_WORKERS);
     return 1;
   }
+  l.workers = workers;
   std::vector<std::thread> threads;
-  for (int i = 0; i < workers; ++i) threads.emplace_back(work, &l);
+  for (int i = 0; i < workers; ++i) threads.emplace_back(work, &l, i);
   for (std::thread &thread : threads) thread.join();
   // ThreadSanitizer would take one worker's use of another's old stack for a race, also of another launch.
   for (int i = 0; i < l.mapped && !EMULATOR_TSAN; ++i) unmap_stacks(l.stacks[i], block[0] * block[1] * block[2]);

@@ -12,6 +12,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __cluster_dims__(...)
 #define __align__(n) __attribute__((aligned(n)))
 #define __shared__ static thread_local
 #define __constant__ static
@@ -148,10 +149,11 @@ inline double __dmul_rn(double a, double b) { return a * b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 
-// A kernel as a C function that ctypes can call.
-#define EXPORT_KERNEL(SYMBOL, ...)                                                                                     \
+// A kernel as a C function that ctypes can call; how many blocks are a cluster, or 0.
+#define EXPORT_KERNEL(SYMBOL, CLUSTER, ...)                                                                            \
   extern "C" __attribute__((visibility("default"))) int SYMBOL(const unsigned *grid, const unsigned *block,            \
                                                                size_t shared_bytes, void **arguments, unsigned seed,   \
                                                                int workers, char *message, size_t message_bytes) {     \
-    return emulator::launch(__VA_ARGS__, grid, block, shared_bytes, arguments, seed, workers, message, message_bytes); \
+    return emulator::launch(__VA_ARGS__, CLUSTER, grid, block, shared_bytes, arguments, seed, workers, message,        \
+                            message_bytes);                                                                            \
   }

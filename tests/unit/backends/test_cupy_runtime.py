@@ -192,10 +192,11 @@ def test_arrays_that_lie_elsewhere_are_named(cupy, runtime, current, lies, messa
 
 @pytest.mark.parametrize(("capability", "has"), [("75", False), ("80", True), ("90", True), ("120", True)])
 def test_what_is_known_of_a_device(cupy, capability, has):
-    """Tensor cores from compute capability 8.0 on. Ranks take the GPUs in turn."""
+    """Tensor cores from compute capability 8.0 on, clusters from 9.0 on. Ranks take the GPUs in turn."""
     cupy.answers |= {"cuda.Device.compute_capability": capability, "cuda.runtime.getDeviceCount": 4}
     runtime = cupy_runtime.current()
     assert (runtime.multiprocessors, runtime.shared_bytes, runtime.tensor_cores) == (1 << 18, 1 << 18, has)
+    assert runtime.clusters == (int(capability) >= 90)
     assert (runtime.stream, runtime.identity, runtime.capturing()) == (77, "8f1c0a52-0", False)
     cupy_runtime.choose(6)
     assert cupy.log[-2:] == [("cuda.Device", 2), ("cuda.Device.use",)]

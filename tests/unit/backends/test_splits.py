@@ -14,10 +14,11 @@ from tests.support.drawn import examples
 from treeattn.backends.cuda import splits, variants
 from treeattn.backends.cuda.arguments import MAX_GRID
 from treeattn.backends.cuda.attention import divisor, most_queries
-from treeattn.backends.cuda.splits import Load, choose_splits, rounded_steps
+from treeattn.backends.cuda.splits import Load, choose_splits, cluster_tokens, rounded_steps
 from treeattn.errors import BackendError
 
-MEASURED = json.loads((Path(__file__).parents[3] / "docs/results/gpu_h200.json").read_text())["splits"]
+RESULTS = json.loads((Path(__file__).parents[3] / "docs/results/gpu_h200.json").read_text())
+MEASURED = RESULTS["splits"]
 
 
 def load(heads: int, kv_heads: int, tokens: int, resident: int = 2, kv: str = "bfloat16") -> Load:
@@ -104,6 +105,24 @@ def test_the_rule_finds_what_was_fastest(
     heads: int, kv_heads: int, kv: str, resident: int, measured: int
 ) -> None:
     assert 0.96 < choose_splits(load(heads, kv_heads, 65536, resident, kv)).number / measured < 1.04
+
+
+def test_clusters_are_where_they_were_faster() -> None:
+    """On an H200, beside the kernel as it is and, where each KV head has one query head, beside tensor
+    cores."""
+    for row in RESULTS["clusters"]:
+        tiles, rows = row["kv_heads"], row["heads"] // row["kv_heads"]
+        chosen = row["tokens"] in cluster_tokens(tiles, rows, 132)
+        assert chosen == (row["clusters"] < row["others"]), row
+
+
+def test_clusters_are_for_few_tiles_and_tokens() -> None:
+    """One KV head has too many multiprocessors for eight blocks sooner; and a device that holds few clusters
+    has none."""
+    most = [len(cluster_tokens(*given, 132)) + 255 for given in ((8, 16), (8, 4), (7, 4), (6, 4), (1, 4))]
+    assert most == [65536, 32768, 16384, 4096, 2048]
+    assert cluster_tokens(1, 4, 132).start == 256
+    assert not any(cluster_tokens(8, 4, count) for count in (1, 3, 127))
 
 
 @pytest.mark.parametrize("number", [None, 2, 132, 256])

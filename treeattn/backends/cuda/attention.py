@@ -28,9 +28,24 @@ from treeattn.backends.cuda.runtime import (
     default_runtime,
     structure,
 )
-from treeattn.backends.cuda.splits import MAX_SPLITS, Load, Splits, choose_splits, rounded_steps
+from treeattn.backends.cuda.splits import (
+    CLUSTER,
+    MAX_SPLITS,
+    Load,
+    Splits,
+    choose_splits,
+    cluster_tokens,
+    rounded_steps,
+)
 from treeattn.backends.cuda.tables import VisibleTables
-from treeattn.backends.cuda.variants import TYPES, Tokens, Variant, choose_variant, merge_blocks
+from treeattn.backends.cuda.variants import (
+    TYPES,
+    Tokens,
+    Variant,
+    choose_variant,
+    for_clusters,
+    merge_blocks,
+)
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
 
@@ -113,6 +128,7 @@ class PlannedAttention:
         self._records = records
         self._num_splits = num_splits
         self._tensor_cores = tensor_cores and runtime.tensor_cores
+        self._clusters = runtime.clusters and self._tensor_cores and num_splits is None
         self._arguments = np.zeros(1, _ATTENTION)
         self._arguments["scale"] = scale
         self._arguments["records"] = runtime.address(records)
@@ -132,7 +148,9 @@ class PlannedAttention:
         self.bound: tuple[Any, ...] = ()
         self._layout: tuple[Any, ...] = ()
         self._tables: VisibleTables | None = None
-        self._variant: Variant
+        #: The kernel of the last arrays, and for how many tokens of arrays like these it is a cluster's.
+        self.variant: Variant
+        self._clustered = range(0)
         #: What the last arrays ask for, and into how many splits it is cut.
         self.load: Load
         self.splits: Splits
@@ -170,6 +188,8 @@ class PlannedAttention:
             return True
         places, layout = self._look(q, k, v, block_table)
         if layout != self._layout:
+            return False
+        if block_table is None and (k.shape[1] in self._clustered) != self.variant.clustered:
             return False
         self.bound = ()
         if block_table is None:
@@ -274,7 +294,7 @@ class PlannedAttention:
         """Tables for the tiles of the kernel. What other tiles had stays, as the workspaces do."""
         if self._mask is None:
             return
-        heads, variant = q.shape[2], self._variant
+        heads, variant = q.shape[2], self.variant
         tiling = {"group": heads // k.shape[2], "rows": variant.rows, "step": variant.step}
         if self._tables is None or self._tables.tiling != tiling:
             self._tables = VisibleTables(self._mask, self._runtime, heads, **tiling)
@@ -287,18 +307,25 @@ class PlannedAttention:
         v_dim = self._records.shape[3] - partial.EXTRA
         latent = v_dim != head_dim
         kv_heads, rows = k.shape[2], queries * (heads // k.shape[2])
-        runtime = self._runtime
+        runtime, tokens = self._runtime, Tokens(visible=self._mask is not None, paged=paged)
+        self._clustered = range(0)
+        if self._clusters and for_clusters(q_type, kv_type, head_dim, rows, tokens):
+            self._clustered = cluster_tokens(batch * kv_heads, rows, runtime.multiprocessors)
+        clustered = int(self._tokens[0]) in self._clustered
         variant = choose_variant(
             *(q_type, kv_type, head_dim, rows),
             tensor_cores=self._tensor_cores,
             shared_limit=runtime.shared_bytes,
-            tokens=Tokens(visible=self._mask is not None, paged=paged),
+            tokens=tokens,
             latent=latent,
+            clustered=clustered,
         )
+        if clustered and not variant.clustered:
+            self._clustered = range(0)
         tiles = kv_heads * math.ceil(rows / variant.rows)
         if tiles > MAX_GRID:
             raise ArgumentError(f"{queries} queries of {heads} heads are too many for one launch: split them")
-        self._variant = variant
+        self.variant = variant
         self._kernel = runtime.kernel(variant.module, variant.expression, variant.shared_bytes)
         resident = runtime.resident_blocks(self._kernel, variant.threads, variant.shared_bytes)
         self._merge = runtime.kernel("merge_splits", variant.merge) if variant.merge else None
@@ -309,7 +336,7 @@ class PlannedAttention:
             head_dim=v_dim,
             step=variant.step,
             slots=min(resident, variant.blocks) * runtime.multiprocessors,
-            merging=batch * tiles * merge_blocks(variant, v_dim, rows),
+            merging=batch * tiles * merge_blocks(variant, v_dim, rows) if variant.merge else 0,
         )
         self.splits, self._steps = Splits(0, 0), -1  # none yet
 
@@ -322,22 +349,25 @@ class PlannedAttention:
                 raise ArgumentError(
                     f"queries see up to {tables.end} tokens, but k and v have {tokens}: look() at these"
                 )
-            tokens = tables.steps * self._variant.step
-        steps = rounded_steps(tokens, self._variant.step)
+            tokens = tables.steps * self.variant.step
+        steps = rounded_steps(tokens, self.variant.step)
         if steps != self._steps:
-            splits = choose_splits(self.load._replace(tokens=tokens), self._num_splits)
+            splits = Splits(CLUSTER, CLUSTER)
+            if not self.variant.clustered:
+                splits = choose_splits(self.load._replace(tokens=tokens), self._num_splits)
             if splits != self.splits:
                 self._cut(splits, self._records.shape[0])
             self._steps = steps
 
     def _cut(self, splits: Splits, batch: int) -> None:
         """Make the launch of so many splits."""
-        a, load, variant = self._arguments, self.load, self._variant
-        self._reserve(splits)
+        a, load, variant = self._arguments, self.load, self.variant
+        if not variant.clustered:
+            self._reserve(splits)
         scratch, fan = a["scratch"], splits.number if self._merge else splits.fan
         scratch["fan"] = fan
-        scratch["by_splits"], scratch["by_splits_shift"] = divisor(splits.number)
-        scratch["by_fan"], scratch["by_fan_shift"] = divisor(fan)
+        scratch["by_splits"], scratch["by_splits_shift"] = by_splits = divisor(splits.number)
+        scratch["by_fan"], scratch["by_fan_shift"] = by_splits if fan == splits.number else divisor(fan)
         grid = (splits.number, load.tiles // batch, batch)
         launch = functools.partial(
             self._kernel, grid, (variant.threads,), (as_bytes(a),), shared_mem=variant.shared_bytes
@@ -355,8 +385,9 @@ class PlannedAttention:
         What was outgrown stays: a graph that was captured before still writes there.
         """
         load, runtime = self.load, self._runtime
-        partials = load.tiles * load.rows * (splits.number + splits.groups) if splits.number > 1 else 0
-        size, counters = partials * (load.head_dim + partial.EXTRA), load.tiles * (splits.groups + 1)
+        groups = splits.groups
+        partials = load.tiles * load.rows * (splits.number + groups) if splits.number > 1 else 0
+        size, counters = partials * (load.head_dim + partial.EXTRA), load.tiles * (groups + 1)
         if self._scratch.size < size:
             self._scratch = runtime.zeros(size + size // 2, np.float32)
             self._workspaces.append(self._scratch)

@@ -107,7 +107,8 @@ class CupyRuntime:
         #: The UUID, by which NCCL tells GPUs and MIG partitions apart too.
         self.identity = cuda_driver.identity(index)
         # Compute capability, "90" for 9.0; it is not among the attributes.
-        self.tensor_cores = int(device.compute_capability) >= 80
+        capability = int(device.compute_capability)
+        self.tensor_cores, self.clusters = capability >= 80, capability >= 90
 
     def _load(self, module: str, expression: str, shared_bytes: int = 0) -> Any:
         cupy = self._cupy

@@ -46,6 +46,8 @@ class Runtime(PeerMemory, Protocol):
     shared_bytes: int
     #: Whether mma.m16n8k16 and cp.async exist: compute capability 8.0 and above.
     tensor_cores: bool
+    #: Whether blocks can be clusters: compute capability 9.0 and above.
+    clusters: bool
     #: What tells this GPU, or this partition of one, from the others of its host.
     identity: str
     #: Functions on its arrays, by NumPy's names: CuPy.

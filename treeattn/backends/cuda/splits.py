@@ -2,6 +2,7 @@
 
 Every multiprocessor has as many blocks as the kernel asks for (`Variant.blocks`): a count between two of
 these leaves some with more work than others. Each block has two steps of tokens at least, of wide tiles four.
+Over few tokens the splits of few rows are the blocks of a cluster, which no count of others beats there.
 Tests hold the rule to the best of all counts that were tried (``docs/results/gpu_h200.json``).
 """
 
@@ -12,6 +13,9 @@ from typing import NamedTuple
 
 #: MAX_SPLITS of kernels/cuda/attention.cuh.
 MAX_SPLITS = 256
+
+#: Blocks of a cluster, and splits: CLUSTER of kernels/cuda/cluster.cuh.
+CLUSTER = 8
 
 _EXACT_BITS = 6  # of a number of steps that a choice looks at
 _WHOLE = 256  # partials up to which one level of merging was the fastest
@@ -52,6 +56,20 @@ def rounded_steps(tokens: int, step: int) -> int:
     steps = -(-tokens // step)
     shift = max(0, steps.bit_length() - _EXACT_BITS)
     return -(-steps >> shift) << shift
+
+
+def cluster_tokens(tiles: int, rows: int, multiprocessors: int) -> range:
+    """For how many tokens the splits of `tiles` tiles of `rows` rows are the blocks of clusters, where there
+    is such a kernel.
+
+    A cluster lies in a part of the device, and not all fit where they would fill more than half of it. Its
+    blocks are too few the sooner the more others there could be, but more rows make these merge longer.
+    """
+    others = multiprocessors // tiles
+    if others < 2 * CLUSTER:
+        return range(0)
+    most = max(2, 32 >> (others - 2 * CLUSTER) // 2) << 10
+    return range(256, (2 * most if rows > 8 else most) + 1)
 
 
 def choose_splits(load: Load, number: int | None = None) -> Splits:

@@ -51,7 +51,7 @@ class Variant(NamedTuple):
     """One kernel. expression: its C++ name. shared_bytes: of dynamic shared memory. rows: of a tile.
     step: tokens that a block takes at a time. blocks: of it that a multiprocessor should have, if it holds so
     many: with one more, merging costs more than waiting for memory. threads: of a block. merge: the kernel
-    that merges the splits, where this one does not."""
+    that merges the splits, where this one does not. clustered: are these the blocks of a cluster?"""
 
     module: str
     expression: str
@@ -61,6 +61,7 @@ class Variant(NamedTuple):
     blocks: int
     threads: int = 32 * _WARPS
     merge: str | None = None
+    clustered: bool = False
 
 
 @functools.lru_cache(maxsize=64)
@@ -74,14 +75,20 @@ def choose_variant(
     shared_limit: int,
     tokens: Tokens = ALL_TOKENS,
     latent: bool = False,
+    clustered: bool = False,
 ) -> Variant:
     """The kernel for C++ types of q and of the cache, and for `rows` query rows that share a KV head.
 
     tensor_cores: may they be used? shared_limit: bytes of shared memory that a block can have. tokens: which
     ones it takes. latent: are the values the first channels of the keys? Those are for tensor cores alone:
-    raises `BackendError` where these do not serve.
+    raises `BackendError` where these do not serve. clustered: with splits that are the blocks of a cluster,
+    of what `for_clusters`, where shared memory holds it.
     """
     if tensor_cores and for_tensor_cores(q_type, kv_type, rows, latent):
+        if clustered and (
+            variant := _mma_kernel(q_type, kv_type, head_dim, _CLUSTERED, shared_limit, tokens)
+        ):
+            return variant
         variant = mma_kernel(q_type, kv_type, LATENT[0] if latent else head_dim, rows, shared_limit, tokens)
         if variant is not None:
             return variant
@@ -94,6 +101,13 @@ def for_tensor_cores(q_type: str, kv_type: str, rows: int, latent: bool) -> bool
     """Whether tensor cores, where there are any, serve `rows` query rows that share a KV head."""
     served = q_type != "float" and (q_type == kv_type or kv_type in TYPES_8)
     return served and (latent or rows >= TENSOR_CORES_FROM_ROWS)
+
+
+def for_clusters(q_type: str, kv_type: str, head_dim: int, rows: int, tokens: Tokens) -> bool:
+    """Whether there is a kernel of tensor cores whose splits are the blocks of a cluster: where these were
+    measured, and heads that are narrower."""
+    few = TENSOR_CORES_FROM_ROWS <= rows <= 16 and head_dim <= 128
+    return few and q_type == kv_type != "float" and not tokens.visible
 
 
 def no_latent_kernel(q_type: str, kv_type: str) -> BackendError:
@@ -123,9 +137,9 @@ def merge_kernel(v_dim: int, rows: int) -> str | None:
 
 
 def merge_blocks(variant: Variant, v_dim: int, rows: int) -> int:
-    """Blocks of the launch of its `merge` for each tile, `rows` being those of a KV head; 0 without one."""
+    """Blocks of the launch of its `merge` for each tile, `rows` being those of a KV head."""
     slices = v_dim // _MERGED_CHANNELS if v_dim > _MERGED_APART else 1
-    return min(variant.rows, rows) * slices if variant.merge else 0
+    return min(variant.rows, rows) * slices
 
 
 def mma_kernel(
@@ -181,16 +195,19 @@ def _mma_kernel(
     if not once:
         return None
     stages = twice[0] if twice else once[-1]
+    clustered = tile is _CLUSTERED
+    module = "attention_cluster" if clustered else "attention_mma"
     name = (
-        f"attention_mma<{q_type}, {kv_type}, {head_dim}, {v_dim}, Warps<{', '.join(map(str, tile.warps))}>, "
+        f"{module}<{q_type}, {kv_type}, {head_dim}, {v_dim}, Warps<{', '.join(map(str, tile.warps))}>, "
         f"{tile.tokens}, {stages}{tokens.expression}>"
     )
     return Variant(
-        *("attention_mma", name, shared_bytes(stages), tile_rows),
+        *(module, name, shared_bytes(stages), tile_rows),
         step=tile.tokens,
         blocks=tile.blocks,
         threads=32 * warps,
         merge=merge_kernel(v_dim, tile_rows),
+        clustered=clustered,
     )
 
 
@@ -202,6 +219,10 @@ class _Tile(NamedTuple):
     tokens: int
     stages: tuple[int, ...]
     blocks: int = 1
+
+
+#: Wide, since its blocks are few: as many tokens are under way as otherwise by two.
+_CLUSTERED = _Tile((1, 8, 1), 128, (3,))
 
 
 def _tiles_for(head_dim: int, rows: int, narrow: bool) -> tuple[_Tile, ...]:
