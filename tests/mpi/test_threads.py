@@ -2,7 +2,7 @@
 of several ranks, whose collectives would meet in another order on another rank; a fork has none."""
 
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -24,18 +24,9 @@ def run():
     """Run a call in a thread of its own: what it returned or raised."""
 
     def run(call):
-        found = []
-
-        def work():
-            try:
-                found.append(call())
-            except Exception as error:
-                found.append(error)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join(60)
-        return found[0]
+        with ThreadPoolExecutor(1) as thread:
+            done = thread.submit(call)
+        return done.exception() or done.result()
 
     return run
 
@@ -80,19 +71,11 @@ def test_decode_in_many_threads_of_one_rank(often):
     given = [drawn(seed) for seed in range(4)]
     for comm in comms:
         wanted = [treeattn.decode(*arrays, comm=comm) for arrays in given]
-        got = [[] for _ in given]
-
-        def work(number, comm=comm, got=got):
-            for _ in range(25):
-                got[number].append(treeattn.decode(*given[number], comm=comm))
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(len(given))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(120)
+        with ThreadPoolExecutor(len(given)) as threads:
+            got = threads.map(
+                lambda arrays, comm=comm: [treeattn.decode(*arrays, comm=comm) for _ in range(25)], given
+            )
         for results, whole in zip(got, wanted, strict=True):
-            assert len(results) == 25
             for one in results:
                 assert_equal(one, whole)
 
