@@ -56,6 +56,22 @@ def mpirun(ranks: int) -> list[str]:
     return [launcher, "-n", str(ranks)]
 
 
+@contextlib.contextmanager
+def started(*words: object, ranks: int | None = None, cwd: Path = ROOT, **environment: str):
+    """`python *words`, under mpiexec if `ranks` is given, as a process whose group ends with the block."""
+    process = subprocess.Popen(
+        [*(mpirun(ranks) if ranks else []), sys.executable, *map(str, words)],
+        cwd=cwd, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
 def run(
     *words: object,
     ranks: int | None = None,
@@ -64,22 +80,18 @@ def run(
     code: int | None = 0,
     **environment: str,
 ):
-    """`python *words`, under mpiexec if `ranks` is given. Returns the completed process, text captured.
+    """What has `started`, when it has ended: the completed process, text captured.
 
     code: how it must have ended, as `_ended` takes it.
     """
-    command = [*(mpirun(ranks) if ranks else []), sys.executable, *map(str, words)]
-    process = subprocess.Popen(
-        command, cwd=cwd, env={**os.environ, **environment}, stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        out, err = process.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-        raise AssertionError(f"still running after {timeout} s: {command}\n{out}\n{err}") from None
-    return _ended(code, Done(command, process.returncode, out, err))
+    with started(*words, ranks=ranks, cwd=cwd, **environment) as process:
+        try:
+            out, err = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+            raise AssertionError(f"still running after {timeout} s: {process.args}\n{out}\n{err}") from None
+    return _ended(code, Done(process.args, process.returncode, out, err))
 
 
 def _ended(code: int | None, done: Done) -> Done:

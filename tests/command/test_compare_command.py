@@ -2,19 +2,16 @@
 
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 
 import pandas
 import pytest
 
-from treeattn.cli import compare
 from treeattn.study.compare.rows import SUM, Row, read
 from treeattn.study.compare.summary import summarise
 
-from .launch import ROOT, in_process, mpirun, run, treeattn
+from .launch import ROOT, in_process, run, started, treeattn
 
 SMALL = ("--head-dim", 16, "--repetitions", 7)
 REDUCE = ("compare", "--bytes", 288, "--schemes", "ring,binary_tree", *SMALL)
@@ -47,12 +44,6 @@ def test_table_file_and_json(tmp_path):
     assert not any(row.wrong for row in read(out))
 
 
-@pytest.mark.parametrize("size", [32, 64, 256, 260, 384, 512, 1024, 4096])
-def test_a_reduction_is_of_as_many_bytes_as_were_asked_for(size):
-    heads, dim = compare._shape_of_bytes(size / 4, 126)
-    assert heads * (dim + 2) * 4 == pytest.approx(size, abs=16)
-
-
 def test_nothing_is_measured_twice_and_more_repetitions_are_of_another_run(tmp_path):
     out = tmp_path / "r.jsonl"
     in_process(*REDUCE, "--out", out)
@@ -70,18 +61,10 @@ def test_nothing_is_measured_twice_and_more_repetitions_are_of_another_run(tmp_p
 def test_a_killed_run_goes_on_where_it_ended(tmp_path):
     out = tmp_path / "r.jsonl"
     words = (*REDUCE[:-1], 10_000, "--out", out)
-    process = subprocess.Popen(
-        [*mpirun(2), sys.executable, "-m", "treeattn", *map(str, words)], cwd=ROOT,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    try:
+    with started("-m", "treeattn", *words, ranks=2) as process:
         while not (out.exists() and out.read_bytes().count(b"\n") >= 5):
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.02)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
     time.sleep(2)  # until the launcher's helpers have ended the rank that writes
     kept = len(read(out))
     assert kept >= 5

@@ -15,7 +15,7 @@ from tests.support.drawn import sample
 from treeattn import files
 from treeattn.study.compare.rows import read
 
-from .launch import CACHE, ROOT, mpirun, run, treeattn
+from .launch import CACHE, ROOT, mpirun, run, started, treeattn
 
 FOREVER = ("decode", CACHE, "--repeat", 10**8)
 COMPARE = ("compare", "--schemes", "ring", "--bytes", 288, "--head-dim", 16)
@@ -23,23 +23,13 @@ COMPARE = ("compare", "--schemes", "ring", "--bytes", 288, "--head-dim", 16)
 
 def interrupted(words, ranks, ready):
     """The command, given Ctrl-C as a terminal does, to all its processes, when `ready` says so."""
-    command = [sys.executable, "-m", "treeattn", *map(str, words)]
     # Started in the background, as CI may be, a shell lets its children ignore Ctrl-C; a terminal does not.
     was = signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(
-        (mpirun(ranks) if ranks else []) + command,
-        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    signal.signal(signal.SIGINT, was)
-    try:
+    with started("-m", "treeattn", *words, ranks=ranks) as process:
+        signal.signal(signal.SIGINT, was)
         ready(process)
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=300)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
     lines = {line for line in err.splitlines() if line.startswith("treeattn:")}  # two ranks may say the same
     return process.returncode, lines, err
 

@@ -222,11 +222,6 @@ def test_the_name_to_pass_is_the_fastest_that_has_one(tmp_path):
     assert done.facts["rows"][0]["microseconds"] == pytest.approx(times[name])
 
 
-def test_the_variable_names_the_cluster():
-    done = in_process("tune", "--ranks", 2, TREEATTN_CLUSTER="dual-4090")
-    assert "2 ranks on dual-4090 (TREEATTN_CLUSTER): " in done.stdout
-
-
 RESULTS = ROOT / "tests" / "data" / "compare.jsonl"
 
 

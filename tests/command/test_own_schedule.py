@@ -4,20 +4,18 @@ import json
 
 import pytest
 
-from tests.support import plans
+from tests.support import plans, schedules
 from tests.support.drawn import sample
-from treeattn.collectives import Schedule, Transfer, build
+from treeattn.collectives import Schedule, build
 
 from .launch import CACHE, in_process, treeattn
 
 
 @pytest.fixture
 def star(tmp_path):
-    """Everyone sends to rank 0, which sends back; as the command writes schedules."""
-    up = tuple(Transfer(rank, 0) for rank in (1, 2))
-    down = tuple(Transfer(0, rank, range(1), False) for rank in (1, 2))
+    """As the command writes schedules."""
     path = tmp_path / "star.json"
-    path.write_text(Schedule("star", 3, 1, (up, down)).to_json())
+    path.write_text(schedules.star(3).to_json())
     return path
 
 
