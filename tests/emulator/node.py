@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import itertools
 import queue
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -91,20 +91,17 @@ class Node:
         partials: of each step, of each rank. Returns what each rank holds after each step.
         """
         ranks = range(len(self.buffers)) if ranks is None else ranks
-        held: dict[int, list[Array]] = {rank: [] for rank in ranks}
 
-        def work(rank: int) -> None:
+        def work(rank: int) -> list[Array]:
+            held = []
             for step in partials:
                 self.buffers[rank][...] = step[rank]
                 self._step(rank)
-                held[rank].append(self.buffers[rank].copy())
+                held.append(self.buffers[rank].copy())
+            return held
 
-        threads = [threading.Thread(target=work, args=(rank,)) for rank in ranks]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [[held[rank][step] for rank in ranks] for step in range(len(partials))]
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            return [[*step] for step in zip(*threads.map(work, ranks), strict=True)]
 
     def _step(self, rank: int) -> None:
         """As `executors.peer` and `executors.nccl` queue it."""

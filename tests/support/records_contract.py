@@ -10,6 +10,7 @@ import pytest
 
 from treeattn import partial
 from treeattn.backends import cpu
+from treeattn.backends.cpu.records import rescale_records
 from treeattn.collectives.runtime.operator import Operator
 
 Array = np.ndarray[Any, Any]
@@ -82,8 +83,8 @@ class RecordsContract:
                 assert (bits(self.get(held)) == bits(merged(*pair))).all()
                 operator.planned_merge(held[:0], held[:0])()  # a chunk may be empty
 
-    @pytest.mark.parametrize("in_place", [True, False])
-    def test_sums_of_rescaled_records_are_the_merge(self, head_dim: int, in_place: bool) -> None:
+    @pytest.mark.parametrize("written", ["in place", "packed", "apart"])
+    def test_sums_of_rescaled_records_are_the_merge(self, head_dim: int, written: str) -> None:
         """Up to a rounding, which a merge makes once, at the sum: here products are rounded before."""
         operator = self.operator(head_dim)
         pair = [random_records(200, head_dim, seed) for seed in (0, 1)]
@@ -93,12 +94,17 @@ class RecordsContract:
             operator.planned_maxima(self.put(records), maxima)()
             tops.append(self.get(maxima))
             np.testing.assert_array_equal(tops[-1], np.where(np.isnan(records[:, 0]), np.inf, records[:, 0]))
-        shared, scaled = self.put(np.maximum(*tops)), []
+        shared, scaled = np.maximum(*tops), []
         for records in pair:
-            held = self.put(records)
-            sums = held[:, 1:] if in_place else self.put(np.full((200, head_dim + 1), 77, np.float32))
-            operator.planned_rescale(held, shared, sums[:, 0], sums[:, 1:])()
-            scaled.append(self.get(sums))
+            held, expected = self.put(records), np.empty((200, head_dim + 1), np.float32)
+            sums = held[:, 1:] if written == "in place" else self.put(expected)
+            places = [sums[:, 0], sums[:, 1:]]
+            if written == "apart":
+                places = [self.put(expected[:, 0]), self.put(expected[:, 1:])]
+            operator.planned_rescale(held, self.put(shared), *places)()
+            scaled.append(np.column_stack([self.get(place) for place in places]))
+            rescale_records(records, shared, expected[:, 0], expected[:, 1:])
+            np.testing.assert_array_equal(scaled[-1], expected)
             assert (scaled[-1][records[:, 0] == -np.inf] == 0).all()
         wanted = merged(*pair)
         with np.errstate(all="ignore"):

@@ -139,13 +139,8 @@ def test_an_object_that_was_given_other_memory_is_asked_again() -> None:
         def stride(self) -> tuple[int, ...]:
             return tuple(self.array.strides)
 
-        @property
-        def shape(self) -> tuple[int, ...]:
-            return tuple(self.array.shape)
-
-        @property
-        def dtype(self) -> np.dtype[Any]:
-            return self.array.dtype
+        shape = property(lambda self: self.array.shape)
+        dtype = property(lambda self: self.array.dtype)
 
     containers = Containers(on_host, RESULTS)
     k = Movable(some((1, 4, 1, 8)))

@@ -63,11 +63,6 @@ def test_every_choice_fits_the_kernels(
         assert chosen.number <= max(1, rounded_steps(tokens, step))
 
 
-def test_no_tokens_or_few_are_not_cut() -> None:
-    for tokens in (0, 1, 32):
-        assert choose_splits(load(16, 16, tokens)).number == 1
-
-
 def cost_of_the_rule(row: dict[str, Any]) -> float:
     """What its count costs on an H200, between those that were tried, over the best of these."""
     kv_heads, rows = row["kv_heads"], row["rows"]

@@ -1,7 +1,8 @@
 """Reducers in one process: the states of every one, and the contract of executors whose ranks fit."""
 
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partialmethod
 from types import SimpleNamespace
 from unittest import mock
 
@@ -76,20 +77,9 @@ class LocalRanks(Ranks):
         self._draw = np.random.default_rng(seed)
 
     def call(self):
-        failed = []
-
-        def run(reducer):
-            try:
-                reducer()
-            except BaseException as error:
-                failed.append(error)
-
-        threads = [threading.Thread(target=run, args=(reducer,)) for reducer in self.reducers.values()]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert not failed, failed
+        with ThreadPoolExecutor(len(self.reducers)) as threads:
+            for step in [threads.submit(reducer) for reducer in self.reducers.values()]:
+                step.result()
 
     def settle(self):
         left = list(self.reducers.values())
@@ -99,36 +89,31 @@ class LocalRanks(Ranks):
                 left.remove(reducer)
 
 
-def plan_slots(case, buffers=None):
-    """Real reducers of executor ``"slots"``, all on one node."""
-    size = sum(map(len, case.nodes))
-    node = tuple(range(size))
-    arrays = buffers or [np.zeros((case.records, OPERATOR.width), np.float32) for _ in node]
-    owner = Process.of(os.getpid())
-    parts = {}
-
-    def share(comm, ranks, size):
-        for rank in ranks:
-            parts.setdefault(rank, slots.SharedPart(np.zeros(size + 64, np.uint8), owner))
-        return dict(parts)
-
-    def duplicate(comm):
-        return communicators.alone().dup()
-
-    private = mock.patch.object(mpi_communicator, "duplicate", duplicate)
-    with private, mock.patch.object(slots, "share", share):
-        made = {}
-        for rank in node:
-            comm = SimpleNamespace(rank=rank, size=size)
-            spec = ReductionSpec(comm, OPERATOR, arrays[rank], case.granularity)
-            made[rank] = compiled.plan(spec, case.schedule, nodes=(node,), oversubscribed=True)
-    return LocalRanks(made, dict(enumerate(arrays)), case.seed)
-
-
 @pytest.mark.skipif(compiled_kernels_problem() is not None, reason="no C compiler")
 class TestSlots(InProcess):
     def plan(self, case, buffers=None):
-        return plan_slots(case, buffers)
+        """Real reducers of executor ``"slots"``, all on one node."""
+        size = sum(map(len, case.nodes))
+        node = tuple(range(size))
+        arrays = buffers or [np.zeros((case.records, OPERATOR.width), np.float32) for _ in node]
+        owner = Process.of(os.getpid())
+        parts = {}
+
+        def share(comm, ranks, size):
+            for rank in ranks:
+                parts.setdefault(rank, slots.SharedPart(np.zeros(size + 64, np.uint8), owner))
+            return dict(parts)
+
+        private = mock.patch.object(
+            mpi_communicator, "duplicate", side_effect=lambda comm: communicators.alone().dup()
+        )
+        with private, mock.patch.object(slots, "share", share):
+            made = {}
+            for rank in node:
+                comm = SimpleNamespace(rank=rank, size=size)
+                spec = ReductionSpec(comm, OPERATOR, arrays[rank], case.granularity)
+                made[rank] = compiled.plan(spec, case.schedule, nodes=(node,), oversubscribed=True)
+        return LocalRanks(made, dict(enumerate(arrays)), case.seed)
 
 
 class Logged(Reducer):
@@ -143,21 +128,12 @@ class Logged(Reducer):
         if name == self.fails:
             raise KeyError(name)
 
-    def _begin(self):
-        self._part("begin")
-
-    def _complete(self):
-        self._part("complete")
-
     def _advance(self):
         self._part("advance")
         return False
 
-    def _release(self):
-        self._part("release")
-
-    def _abandon(self):
-        self._part("abandon")
+    _begin, _complete = partialmethod(_part, "begin"), partialmethod(_part, "complete")
+    _release, _abandon = partialmethod(_part, "release"), partialmethod(_part, "abandon")
 
 
 def test_closing_ends_a_step_in_flight_once():

@@ -1,5 +1,7 @@
 """The energy on one rank: its definition, its laws, and what it refuses."""
 
+from contextlib import contextmanager
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -94,27 +96,16 @@ def test_a_variance_is_exact_relative_to_the_spread_of_the_values(dtype, unit, m
     ],
 )
 def test_everything_is_one_reduction_of_records(monkeypatch, call, width):
-    planned = []
+    reduced = []
 
-    class Counted:
-        """A reducer that tells of its steps."""
+    @contextmanager
+    def counted(*given):
+        with plan_reducer(*given) as reducer:
+            yield lambda: (reduced.append(given[5].shape), reducer())
 
-        def __init__(self, *given):
-            self.reducer, self.buffer = plan_reducer(*given), given[5]
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exception):
-            self.reducer.close()
-
-        def __call__(self):
-            planned.append(self.buffer.shape)
-            self.reducer()
-
-    monkeypatch.setattr(average, "plan_reducer", Counted)
+    monkeypatch.setattr(average, "plan_reducer", counted)
     call(*random_energy())
-    assert planned == [(2, 4, 3, width)]
+    assert reduced == [(2, 4, 3, width)]
 
 
 def test_what_no_query_sees_changes_no_bit():

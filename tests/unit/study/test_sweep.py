@@ -1,6 +1,7 @@
 """What is measured, in which order, and how many messages that is."""
 
 from types import SimpleNamespace
+from unittest import mock
 
 import made_results
 import pytest
@@ -103,12 +104,13 @@ def test_what_was_handed_over_by_tier(sent, groups, found):
     assert measure.handed_over(ranks, sent[0], groups) == found
 
 
-@pytest.mark.parametrize("size", [1 << bits for bits in range(5, 21)])
+@pytest.mark.parametrize("size", [384, *(1 << bits for bits in range(5, 21))])
 def test_a_power_of_two_is_a_message_of_so_many_bytes(size):
     """Which joins the tables of other benchmarks; and the library's own reduction has an operator for it."""
     heads, head_dim = compare._shape_of_bytes(size / 4, 126)
     (key,) = made_results.keys(["ring"], [0], heads=heads, kv_heads=heads, head_dim=head_dim)
     assert key.record_bytes == size
+    assert compare._shape_of_bytes(size / 4 + 1, 126) == (heads, head_dim)  # the nearest
     assert steps.shape_of(key).lse_shape == (1, heads, 1)
     if cpu.compiled_kernels_problem() is None:
         assert MergeOperator(head_dim).mpi_function()
@@ -121,38 +123,17 @@ def test_a_librarys_sum_is_planned_over_its_own_transport(monkeypatch):
     assert local.reduction(None) == (None, "nccl", "the sum over nccl")
 
 
-class Step:
-    """Writes down what is done to it."""
-
-    records = "records"
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-
-    def __call__(self, *given: str) -> None:
-        self.log.append("step " + " ".join(given))
-
-    def fold(self) -> None:
-        self.log.append("fold")
-
-    def synchronize(self) -> None:
-        self.log.append("waited")
-
-
-@pytest.mark.parametrize(("tokens", "done"), [(64, "step q k v"), (0, "fold")])
-def test_the_clock_stops_when_the_gpu_is_done(tokens: int, done: str) -> None:
-    step = Step()
-    memory = SimpleNamespace(
-        copy=lambda into, source: step.log.append(f"{into} of {source}"),
-        synchronize=lambda: step.log.append("idle"),
-    )
-    problem = SimpleNamespace(q="q", k="k", v="v", records="fresh", device=SimpleNamespace(memory=memory))
+@pytest.mark.parametrize("tokens", [64, 0])
+def test_the_clock_stops_when_the_gpu_is_done(tokens):
+    gpu = mock.Mock()
+    problem = SimpleNamespace(q="q", k="k", v="v", records="fresh", device=gpu)
     (key,) = made_results.keys(["ring"], [tokens], device="cuda", transport="nccl")
-    (part,), prepare = measure._calls(key, problem, step)
+    (part,), prepare = measure._calls(key, problem, gpu.step)
     prepare()
     part()
-    before = [] if tokens else ["records of fresh", "idle"]
-    assert step.log == [*before, done, "waited"]
+    fresh = [mock.call.memory.copy(gpu.step.records, "fresh"), mock.call.memory.synchronize()]
+    work = [mock.call.step("q", "k", "v")] if tokens else [*fresh, mock.call.step.fold()]
+    assert gpu.mock_calls == [*work, mock.call.step.synchronize()]
 
 
 KEY = Key("reduce", "recursive_doubling", 2, 0, 1, 1, 16, 16, 128, "bfloat16")
