@@ -50,3 +50,23 @@ extern "C" __global__ void misaligned_load(float *x) {
   const Four four = *reinterpret_cast<const Four *>(x + 1);
   x[threadIdx.x] = four.a;
 }
+
+// Pairs of blocks that look at each other's shared memory, and which way each of them is wrong.
+struct alignas(8) Two {
+  float a, b;
+};
+
+enum Exchange { RIGHT, BEGINS_LATE, ENDS_EARLY, LEAVES, HALF_COMES, NO_SUCH_BLOCK, NOT_SHARED };
+
+template <int HOW> __global__ void __cluster_dims__(2, 1, 1) exchange(float *x) {
+  __shared__ Two own;
+  if (threadIdx.x == 0) own = {blockIdx.x + 1.0f, 0.0f};
+  if (HOW == LEAVES && blockIdx.x % 2) return;
+  if (HOW != BEGINS_LATE) meet_cluster();
+  const Two *at = HOW == NOT_SHARED ? reinterpret_cast<const Two *>(x) : &own;
+  const Two other = load_of_block(at, HOW == NO_SUCH_BLOCK ? 2 : 1 - (int)blockIdx.x % 2);
+  if (threadIdx.x == 0) x[blockIdx.x] = other.a;
+  if (HOW != ENDS_EARLY && (HOW != HALF_COMES || threadIdx.x < 32)) meet_cluster();
+}
+
+extern "C" __global__ void meets_without_a_cluster(float *x) { meet_cluster(); }

@@ -14,6 +14,16 @@ from .raw_module import EmulatorError, RawModule
 from .runtime import EmulatorRuntime
 from .work import WORK
 
+#: What pairs of blocks do wrong -> what is said.
+CLUSTERS = {
+    "BEGINS_LATE": r"reads the shared memory of one that need not have begun: line \d+, block",
+    "ENDS_EARLY": "has ended: line|ends while others of its cluster may read its shared memory",
+    "LEAVES": "waits for its cluster, of which another ended: line",
+    "HALF_COMES": r"deadlock .* thread 0 waits at a barrier of its cluster, line \d+",
+    "NO_SUCH_BLOCK": "no such block in the cluster: line",
+    "NOT_SHARED": "is not in shared memory: line",
+}
+
 
 @pytest.fixture(scope="module")
 def faults() -> RawModule:
@@ -21,7 +31,8 @@ def faults() -> RawModule:
     code = source("partial_attention") + faults_source()
     names = (
         *("divergent_barrier", "mask_names_absent_lanes", "caller_not_in_mask", "different_operations"),
-        *("uninitialised_shared", "shared_race"),
+        *("uninitialised_shared", "shared_race", "meets_without_a_cluster"),
+        *(f"exchange<{how}>" for how in ("RIGHT", *CLUSTERS)),
     )
     return RawModule(code, name_expressions=names)
 
@@ -33,11 +44,31 @@ def faults() -> RawModule:
         ("mask_names_absent_lanes", r"deadlock .* waits at a warp operation"),
         ("caller_not_in_mask", r"not in the warp mask: line \d+, block \(0, 0, 0\), thread 8"),
         ("different_operations", "different warp operations"),
+        ("meets_without_a_cluster", "a kernel without clusters waits for one"),
     ],
 )
 def test_faults_of_control_flow_are_reported(faults: RawModule, name: str, message: str) -> None:
     with pytest.raises(EmulatorError, match=message):
         faults.get_function(name)((1,), (64,), (np.zeros(64, np.float32),))
+
+
+@pytest.mark.parametrize("how", CLUSTERS)
+def test_faults_of_clusters_are_reported(faults: RawModule, how: str) -> None:
+    """Whichever block comes first."""
+    for seed in range(4):
+        with pytest.raises(EmulatorError, match=CLUSTERS[how]):
+            faults.get_function(f"exchange<{how}>")((2,), (64,), (np.zeros(64, np.float32),), seed=seed)
+
+
+def test_blocks_of_a_cluster_run_at_once(faults: RawModule) -> None:
+    """In any order; a row that is not whole clusters is refused, as by the driver."""
+    exchange = faults.get_function("exchange<RIGHT>")
+    for seed in range(4):
+        x = np.zeros(8, np.float32)
+        exchange((4, 2), (64,), (x,), seed=seed)
+        assert x.tolist() == [2, 1, 4, 3, 0, 0, 0, 0]
+    with pytest.raises(EmulatorError, match="a row of 3 blocks is not whole clusters of 2"):
+        exchange((3,), (64,), (x,))
 
 
 @pytest.mark.parametrize("name", ["uninitialised_shared", "shared_race"])
@@ -49,24 +80,6 @@ def test_shared_memory_starts_as_nan(faults: RawModule, name: str) -> None:
 
 # These change no value here, or end the process: see test_sanitizers.py.
 SILENT = ("no_fence", "no_arrival_barrier", "relaxed_cluster")
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        ("not_begun", "reads the shared memory of one that need not have begun: line"),
-        ("ended_early", "has ended: line|ends while others of its cluster may read its shared memory"),
-        ("half_comes", r"deadlock .* thread 0 waits at a barrier of its cluster, line \d+"),
-        ("empty_block_leaves", "waits for its cluster, of which another ended: line"),
-        ("another_cluster", "no such block in the cluster: line"),
-    ],
-)
-def test_faults_of_clusters_are_reported(fault: str, message: str) -> None:
-    """Whichever block comes first."""
-    for seed in (0, 1, 2):
-        runtime = EmulatorRuntime(seed=seed, edit=planted(FAULTS[fault]))
-        with pytest.raises(EmulatorError, match=message):
-            WORK["clusters"](runtime, "cluster")
 
 
 @pytest.mark.deep

@@ -58,6 +58,7 @@ def test_frames_of_a_decode(runtime: EmulatorRuntime) -> None:
         Case("float32", 64, group=2, queries=3, batch=17, tokens=40),  # lengths are copied
         Case("float32", 512, tokens=300),  # two launches: the splits of wide heads are merged by another
         Case("bfloat16", 64, group=8, kv_heads=1, causal=True, tokens=70),  # by tables
+        Case("bfloat16", 64, group=4, kv_heads=1, tokens=300),  # clusters, and what is cut has none
     ],
     ids=str,
 )
@@ -65,6 +66,7 @@ def test_the_bits_are_those_of_the_runtime(
     runtime: EmulatorRuntime, monkeypatch: pytest.MonkeyPatch, case: Case
 ) -> None:
     """Cut or whole, lengths on the host, on the device or none in turn, and around parts of a step."""
+    monkeypatch.setattr(EmulatorRuntime, "multiprocessors", 132)
     q, k, v, *_ = case.inputs()
     lengths = np.random.default_rng(1).integers(0, 21, case.batch)
     cuts = [(q, k, v), (q.copy(), k[:, :20], v[:, :20])]

@@ -44,6 +44,11 @@ class GpuContract(AttentionContract):
         """A device that has more multiprocessors than a few clusters need."""
         return self.runtime(seed)
 
+    def need_clusters(self, runtime: Any) -> None:
+        """Skip on a device without, or without room for as many as the cases have."""
+        if not runtime.clusters or runtime.multiprocessors < 64:
+            pytest.skip("clusters need compute capability 9.0, and these 64 multiprocessors")
+
     def options(self, case: Case, order: int) -> dict[str, Any]:
         plan = {"num_splits": case.splits, "tensor_cores": case.tensor_cores, "kv_dtype": case.kv}
         return {**plan, "runtime": (self.roomy if case in CLUSTERED else self.runtime)(order)}
@@ -108,8 +113,7 @@ class GpuContract(AttentionContract):
     def test_splits_meet_in_clusters(self, clustered: Case) -> None:
         """In one launch, with the same bits each time, and of pages."""
         case, inputs = clustered, clustered.inputs()
-        if not self.roomy().clusters:
-            pytest.skip("GPUs have clusters from compute capability 9.0 on")
+        self.need_clusters(self.roomy())
         planned, records = self.planned(case)
         planned(*self.arrays(case, inputs))
         assert (planned.variant.clustered, len(planned.launches)) == (True, 1)
@@ -125,9 +129,8 @@ class GpuContract(AttentionContract):
         """One that is read at launch: of nothing, within the first block's tokens, and of all."""
         case = replace(CLUSTERED[1], lengths=(1500, 1500))
         runtime = self.roomy()
+        self.need_clusters(runtime)
         planned, records = self.planned(case, runtime=runtime)
-        if not runtime.clusters:
-            pytest.skip("GPUs have clusters from compute capability 9.0 on")
         q, k, v, lengths = self.arrays(case, case.inputs())
         planned(q, k, v, lengths)
         launch = runtime.capture(lambda: planned(q, k, v, lengths))
