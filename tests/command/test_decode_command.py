@@ -215,19 +215,6 @@ def test_tables_fit_80_columns():
     assert "4.2e-04 of out" in done.stdout
 
 
-@pytest.fixture
-def cache(tmp_path):
-    """A small file; two sequences of different length, and one that has not begun."""
-    rng = np.random.default_rng(5)
-    tensors = {
-        "q": rng.standard_normal((3, 3, 4, 64)).astype(np.float32),
-        "k": rng.standard_normal((3, 90, 2, 64)).astype(np.float32),
-        "v": rng.standard_normal((3, 90, 2, 64)).astype(np.float32),
-        "lengths": np.array([90, 61, 0]),
-    }
-    return tmp_path / "cache.safetensors", tensors
-
-
 @pytest.mark.parametrize("layout", sample(1, ["contiguous", "interleaved", "zigzag", "sizes=0,81,9"]))
 @pytest.mark.parametrize(
     ("said", "rules"),
@@ -237,9 +224,13 @@ def cache(tmp_path):
         ({"window": np.array([7, 0], np.int32), "causal": np.array(0)}, {"window": (7, 0)}),
     ],
 )
-def test_the_file_says_what_queries_see(cache, tmp_path, layout, said, rules):
-    """The queries are the last tokens of each sequence, wherever the layout puts these."""
-    path, tensors = cache
+def test_the_file_says_what_queries_see(tmp_path, layout, said, rules):
+    """The queries are the last tokens of each sequence, wherever the layout puts these. Two sequences of
+    different length, and one that has not begun."""
+    rng, path = np.random.default_rng(5), tmp_path / "cache.safetensors"
+    shapes = {"q": (3, 3, 4, 64), "k": (3, 90, 2, 64), "v": (3, 90, 2, 64)}
+    tensors = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    tensors["lengths"] = np.array([90, 61, 0])
     save_file(tensors | said, path, metadata={"scale": "0.25"})
     out, facts = tmp_path / "out.safetensors", tmp_path / "facts.json"
     words = ("--layout", layout, "--check", "--repeat", 1, "--out", out, "--json", facts)

@@ -63,20 +63,16 @@ class Parsed(HTMLParser):
             self._into[-1] += data
 
 
-@pytest.fixture
-def made(tmp_path):
-    """Made-up results, with predictions, a schedule of one's own and text that must be escaped."""
+def test_all_that_was_found_is_there_and_nothing_is_fetched(tmp_path):
+    """Of made-up results, with predictions, a schedule of one's own and text that must be escaped."""
     own = Schedule("mine", 4, 1, build("chain", 4).rounds)
     fields = {
         "warning": "<script>alert(1)</script>", "environment": {"TREEATTN_EMULATED": "--nodes 2 --delay 1ms"},
         "predicted_us": 100.0, "predicted_low_us": 90.0, "predicted_high_us": 110.0,
     }  # fmt: skip
-    path = made_results.write(tmp_path / "r.jsonl", made_results.keys(SCHEMES, [0]), **fields)
-    return made_results.write(path, made_results.keys(["mine@1"], [0]), schedule=own.to_json(), **fields)
-
-
-def test_all_that_was_found_is_there_and_nothing_is_fetched(made, tmp_path):
-    out = tmp_path / "report.html"
+    made, out = tmp_path / "r.jsonl", tmp_path / "report.html"
+    made_results.write(made, made_results.keys(SCHEMES, [0]), **fields)
+    made_results.write(made, made_results.keys(["mine@1"], [0]), schedule=own.to_json(), **fields)
     in_process("report", made, "--out", out)
     text = out.read_text()
     page = Parsed(text)

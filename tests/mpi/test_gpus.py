@@ -291,17 +291,13 @@ def test_trouble_with_the_query_of_one_rank_is_told_by_all(comm, runtime, monkey
 # What is taken where no transport is named
 
 
-def never_by_the_host(*_):
-    raise AssertionError("by way of the host, unasked")
-
-
 @pytest.fixture
 def unnamed(comm, runtime, monkeypatch, capfd):
     """Called: (transport, what rank 0 says) of two decoders that name none, with the bits of the host."""
     arrays = shard(comm)
     with decoder_of(comm, scheme="hierarchical", transport="host") as staged:
         wanted = copies(staged(*arrays))
-    monkeypatch.setitem(gpu_reducers.PLANNERS, "host", never_by_the_host)
+    monkeypatch.setitem(gpu_reducers.PLANNERS, "host", lambda *_: pytest.fail("by the host, unasked"))
     gpu_reducers.say.cache_clear()
 
     def made():

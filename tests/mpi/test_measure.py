@@ -27,11 +27,6 @@ def key_of(comm, scheme, what="reduce", **changes):
     return Key(**{"what": what, "scheme": scheme, "ranks": comm.size, "tokens": 37, **shape, **changes})
 
 
-def block_of(comm, key):
-    bench = Bench(comm, BUDGET, {})
-    return bench.block(key, bench.inputs(key))
-
-
 def test_clocks_that_differ_are_brought_together(comm):
     """Every rank's clock is wrong by a known amount, which the estimate must find within its stated error."""
     wrong = (comm.rank % 3) * SECOND
@@ -79,8 +74,8 @@ def test_loop_notes_every_instant_on_one_clock(comm):
 def test_every_scheme(comm, scheme, what):
     if what == "reduce" and scheme in ("kv_ring", "query_ring"):
         return  # it has no such part; the sweep leaves it out
-    key = key_of(comm, scheme, what)
-    point = block_of(comm, key)
+    key, bench = key_of(comm, scheme, what), Bench(comm, BUDGET, {})
+    point = bench.block(key, bench.inputs(key))
     if comm.rank:
         assert point is None
         return

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -125,23 +126,6 @@ def test_elsewhere_there_are_three_parts(decoder_of, given):
         assert decoder._whole is None
 
 
-@pytest.fixture
-def no_shared_memory(monkeypatch):
-    """Called with what fails of it."""
-
-    def refused(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    made = slots._made
-
-    def of_another(size, owner):
-        offer, memory = made(size, owner)
-        return offer._replace(token=bytes(len(offer.token))), memory
-
-    places = {"opened": (slots.os, "open", refused), "token": (slots, "_made", of_another)}
-    return lambda fails: monkeypatch.setattr(*places.get(fails, (os, fails, refused)))
-
-
 def test_ranks_that_are_told_otherwise_of_their_cores_cut_records_alike(comm, decoder_of, monkeypatch):
     monkeypatch.setattr(communicators, "oversubscribed", lambda _: comm.rank == 0)
     q, k = np.ones((64, 1, 4, 16), np.float32), np.full((64, 1, 2, 16), float(comm.rank), np.float32)
@@ -152,9 +136,16 @@ def test_ranks_that_are_told_otherwise_of_their_cores_cut_records_alike(comm, de
 
 @pytest.mark.many_ranks
 @pytest.mark.parametrize("fails", ["memfd_create", "posix_fallocate", "opened", "token"])
-def test_no_shared_memory_is_said_in_one_line(comm, several, decoder_of, no_shared_memory, fails):
+def test_no_shared_memory_is_said_in_one_line(comm, several, decoder_of, monkeypatch, fails):
+    made, refused = slots._made, mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+
+    def of_another(size, owner):
+        offer, memory = made(size, owner)
+        return offer._replace(token=bytes(len(offer.token))), memory
+
+    places = {"opened": (slots.os, "open", refused), "token": (slots, "_made", of_another)}
     if comm.rank == comm.size - 1:
-        no_shared_memory(fails)
+        monkeypatch.setattr(*places.get(fails, (os, fails, refused)))
     match = "ranks of a node send each other messages: .* rank "
     with contextlib.nullcontext() if comm.rank else pytest.warns(RuntimeWarning, match=match) as said:
         decoder = decoder_of()

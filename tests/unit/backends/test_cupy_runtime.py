@@ -306,11 +306,6 @@ def test_one_stream_is_asked_and_all_are_waited_for(cupy, runtime, log):
     assert ("cuda.Stream.synchronize",) not in log
 
 
-def calls_of_the_runtime(log):
-    """Device switches apart."""
-    return [(entry[0].removeprefix("cuda.runtime."), *entry[1:]) for entry in log if "runtime" in entry[0]]
-
-
 def test_memory_for_other_processes_is_cudas_own_and_zero(cupy, runtime, log):
     cupy.answers |= {"cuda.runtime.malloc": 4096, "cuda.runtime.ipcGetMemHandle": b"handle"}
     cupy.answers["cuda.runtime.ipcOpenMemHandle"] = 8192
@@ -319,7 +314,8 @@ def test_memory_for_other_processes_is_cudas_own_and_zero(cupy, runtime, log):
     runtime.close_exposed(8192)
     runtime.withdraw(4096)
     size = 2 << 20  # what CUDA shares with nothing else
-    assert calls_of_the_runtime(log) == [
+    calls = [(entry[0].removeprefix("cuda.runtime."), *entry[1:]) for entry in log if "runtime" in entry[0]]
+    assert calls == [
         *(("malloc", size), ("memset", 4096, 0, size), ("deviceSynchronize",), ("ipcGetMemHandle", 4096)),
         *(("ipcOpenMemHandle", b"theirs"), ("ipcCloseMemHandle", 8192), ("free", 4096)),
     ]

@@ -7,6 +7,7 @@ import pickle
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest import mock
 
 import msgspec
 import numpy as np
@@ -194,21 +195,12 @@ def held(directory):
     return cache.totals.tolist()
 
 
-def test_a_full_disk_of_one_rank_is_told_by_all(tmp_path, monkeypatch):
+def test_a_full_disk_of_one_rank_is_told_by_all(tmp_path):
     """What was saved is as it was, and nothing of the new one stays."""
     save(filled(3), tmp_path)
     before = sorted(path.name for path in tmp_path.iterdir())
-    ranks, real = filled(3, tokens=9), os.fsync
-    calls = []
-
-    def full(handle):
-        calls.append(handle)
-        if len(calls) == 2:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(handle)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(saved.os, "fsync", full)
+    ranks, full = filled(3, tokens=9), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with mock.patch.object(saved.os, "fsync", side_effect=[None, full, *[None] * 9]):
         told = save(ranks, tmp_path)
     assert {type(error) for error in told} == {BackendError}
     assert len({str(error) for error in told}) == 1

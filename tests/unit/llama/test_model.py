@@ -17,11 +17,6 @@ from treeattn.llama.drafts import NgramDrafts, draft_tree
 GOLDEN = np.load(Path(__file__).parents[2] / "golden" / "llama" / "logits.npz")
 
 
-def first_logits(path):
-    with Session(MPI.COMM_SELF, Llama(path), PROMPT, capacity=len(PROMPT)) as session:
-        return session.prefill()
-
-
 def test_mapped_matrices_give_the_same_bits(tmp_path):
     """They are the file's pages; others are copies, one behind the other."""
     path = write_model(tmp_path, "tied", dtype=np.float16)
@@ -40,7 +35,8 @@ def test_mapped_matrices_give_the_same_bits(tmp_path):
 
 def error_of(name, path):
     wanted = GOLDEN[f"{name}.logits"][0]
-    return np.abs(first_logits(path) - wanted).max() / np.abs(wanted).max()
+    with Session(MPI.COMM_SELF, Llama(path), PROMPT, capacity=len(PROMPT)) as session:
+        return np.abs(session.prefill() - wanted).max() / np.abs(wanted).max()
 
 
 @pytest.mark.parametrize(

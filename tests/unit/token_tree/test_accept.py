@@ -116,19 +116,16 @@ def test_greedy_is_decoding_token_by_token(seed):
         assert (accepted.path[row, count:] == -1).all()
 
 
-def accept_drawn(tree, p, generator):
-    """Greedy acceptance of tokens that were drawn after each node."""
-    with np.errstate(divide="ignore"):
-        return accept_greedy(tree, (np.log(p) + generator.gumbel(size=p.shape)).argmax(-1))
-
-
 @pytest.mark.parametrize(
     "kind", ["one", "the most probable", "a shared first token", "everything", "nonsense", "sampled"]
 )
 def test_sampling_follows_the_model_for_any_drafts(kind):
+    """Greedy acceptance of tokens that were drawn after each node."""
     generator = np.random.default_rng(7)
     tree = TokenTree.from_beams(beams_of(kind, generator))
-    accepted = accept_drawn(tree, MODEL[tree.tokens], generator)
+    p = MODEL[tree.tokens]
+    with np.errstate(divide="ignore"):
+        accepted = accept_greedy(tree, (np.log(p) + generator.gumbel(size=p.shape)).argmax(-1))
     assert chi_square(two_emitted(tree, accepted, generator), PAIRS) < CRITICAL[15]
 
 

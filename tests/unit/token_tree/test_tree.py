@@ -25,14 +25,6 @@ def rows_of_parents(draw):
     return tokens.reshape(batch, nodes), parents, lengths
 
 
-def climb(parents, node):
-    """The node and all before it, by the arrays that were given."""
-    path = [node]
-    while parents[path[-1]] >= 0:
-        path.append(int(parents[path[-1]]))
-    return path
-
-
 @examples(40)
 @given(beams())
 def test_from_beams_is_the_packing(given_beams):
@@ -57,7 +49,9 @@ def test_from_parents_keeps_what_is_given(made):
     assert tree.parents.dtype == np.int32
     for row, nodes in enumerate(lengths):
         for slot in range(nodes):
-            ancestors = climb(parents[row], slot)
+            ancestors = [slot]
+            while parents[row, ancestors[-1]] >= 0:
+                ancestors.append(int(parents[row, ancestors[-1]]))
             assert tree.path(row, slot).tolist() == ancestors[::-1]
             assert set(np.flatnonzero(tree.mask[row, slot])) == set(ancestors)
             assert tree.depths[row, slot] == len(ancestors) - 1
