@@ -1,12 +1,13 @@
 """Clones where people put them: in the folder that `git clone` makes, in a path with a space."""
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from .test_install import run
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = "tests/data/smollm2_layer17_4096.safetensors"
@@ -22,21 +23,6 @@ def clone(request, tmp_path):
     name, *settings = request.param
     subprocess.run(["git", *settings, "clone", "-q", ROOT, tmp_path / name], check=True, timeout=600)
     return tmp_path / name
-
-
-def run(*words, cwd):
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("MAKE")}
-    done = subprocess.run(
-        words,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        stdin=subprocess.DEVNULL,
-        env=environment,
-    )
-    assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 @pytest.mark.parametrize("clone", [["treeattn"]], indirect=True)

@@ -14,26 +14,18 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Read from the source tree: what a wheel must hold, no more and no less.
-PYTHON = sorted(
-    [f"treeattn/{p.relative_to(ROOT / 'treeattn')}" for p in (ROOT / "treeattn").rglob("*.py")]
-    + [
-        f"treeattn/collectives/{p.relative_to(ROOT / 'collectives')}"
-        for p in (ROOT / "collectives").rglob("*.py")
-    ]
-)
-DATA = sorted(
-    [
-        f"treeattn/kernels/{p.relative_to(ROOT / 'kernels')}"
-        for p in (ROOT / "kernels").rglob("*.*")
-        if p.is_file()
-    ]
-    + [
-        f"treeattn/collectives/{p.relative_to(ROOT / 'collectives')}"
-        for p in (ROOT / "collectives").rglob("*.toml")
-    ]
-    + ["treeattn/py.typed", "treeattn/study/report.html"]
-)
+
+def sources(folder, into, pattern):
+    """Names in a wheel of files of the source tree."""
+    found = (path for path in (ROOT / folder).rglob(pattern) if path.is_file())
+    return {f"{into}/{path.relative_to(ROOT / folder)}" for path in found}
+
+
+#: What a wheel must hold, no more and no less.
+HELD = {"treeattn/py.typed", "treeattn/study/report.html", *sources("treeattn", "treeattn", "*.py")}
+HELD |= sources("kernels", "treeattn/kernels", "*.*")
+for ending in "*.py", "*.toml":
+    HELD |= sources("collectives", "treeattn/collectives", ending)
 
 JOB = """
 import numpy as np, treeattn, treeattn.collectives
@@ -73,9 +65,10 @@ dist.destroy_process_group()
 
 
 def run(*words, cwd, **environment):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(
-        list(map(str, words)), cwd=cwd, capture_output=True, text=True, timeout=600, stdin=subprocess.DEVNULL,
-        env={**os.environ, **environment},
+        list(map(str, words)), cwd=cwd, capture_output=True, text=True, timeout=1200,
+        stdin=subprocess.DEVNULL, env=kept | environment,
     )  # fmt: skip
     assert done.returncode == 0, f"{words}\n{done.stdout}\n{done.stderr}"
     return done.stdout
@@ -100,8 +93,8 @@ def installed(wheel, tmp_path_factory):
 
 
 def test_wheel_holds_exactly_the_package(wheel):
-    files = sorted(name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name)
-    assert files == sorted(PYTHON + DATA)
+    files = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    assert sorted(files) == sorted(HELD)
 
 
 def test_sdist_holds_the_tests_and_what_they_need(wheel):
