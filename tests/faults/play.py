@@ -8,21 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from tests.command.launch import treeattn
-from tests.command.test_verify_command import written
-from tests.support.models import write_model
-from treeattn import files
+from tests.fuzz import lines
 
 from . import jobs, table
 
 
 def prepared(folder: Path) -> Path:
     """With what the commands of the table read."""
-    write_model(folder, "tied")
-    written(folder / "drafts.safetensors")
-    words = "compare --schemes chain,ring --bytes 288 --head-dim 16 --repetitions 1 --out"
-    treeattn(*words.split(), folder / "results.jsonl")
-    partial = {"out": np.ones((4, 16), np.float32), "lse": np.ones(4, np.float32)}
-    (folder / "partial.safetensors").write_bytes(files.save_tensors(partial, {}))
+    lines.seeds(folder)
     return folder
 
 

@@ -120,7 +120,7 @@ def test_without_scipy_there_are_medians(monkeypatch):
         summarise(rows({SUM: 100.0, "chain": 90.0}))
 
 
-@pytest.mark.parametrize("count", [6, 9, 25])
+@pytest.mark.parametrize("count", [6, 9, 10, 25])
 def test_an_interval_ends_where_wilcoxon_does(count):
     """Shifted beyond an end of the interval, scipy's test finds a difference; before it, none."""
     logs = np.random.default_rng(count).normal(0.1, 1, count)
@@ -158,12 +158,6 @@ def test_without_a_difference_at_most_one_table_in_twenty_has_a_verdict():
         for seed in range(40)
     ]
     assert sum(told) <= 7
-
-
-def test_an_interval_holds_the_truth_95_times_in_100():
-    drawn = np.random.default_rng(0).normal(0.1, 0.3, (4000, 10))
-    held = [low <= math.exp(0.1) <= high for _, low, high in map(hodges_lehmann, drawn)]
-    assert 0.94 <= np.mean(held) <= 0.965
 
 
 @pytest.mark.parametrize(("others", "blocks"), [(1, 6), (12, 9), (25, 10), (26, 11), (51, 11)])
