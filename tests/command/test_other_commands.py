@@ -4,6 +4,7 @@ import importlib
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from unittest import mock
 
 import click
 import numpy as np
@@ -162,10 +163,8 @@ def test_doctor_says_what_open_mpi_wants_of_root(tmp_path, monkeypatch, told):
 
 @pytest.mark.parametrize(("torch", "verdict"), [("2.13.0", "missing"), (None, "broken")])
 def test_doctor_without_mpi4py_needs_another_launcher(monkeypatch, torch, verdict):
-    def load():
-        raise BackendError("no MPI library could be loaded (No module named 'mpi4py'): pip install mpich")
-
-    monkeypatch.setattr(library, "load", load)
+    said = "no MPI library could be loaded (No module named 'mpi4py'): pip install mpich"
+    monkeypatch.setattr(library, "load", mock.Mock(side_effect=BackendError(said)))
     monkeypatch.setattr(doctor.environment, "installed_version", {"torch": torch}.get)
     found = {finding.subject: finding.verdict for finding in doctor._findings()}
     assert found["MPI library"] == verdict

@@ -3,6 +3,7 @@
 import importlib
 import itertools
 import shutil
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -203,13 +204,10 @@ def test_what_is_no_token_of_the_model(comm, tied, weights):
         session.step(session.choose(logits))
 
 
-def full(*arguments):
-    raise MemoryError("none left")
-
-
 def test_what_one_rank_fails_at_alone_all_ranks_tell(comm, tied, weights, monkeypatch):
     """While a session and its prefill are planned: no rank waits, and no communicator stays behind."""
     model, last, kept = load(comm, tied, weights), comm.rank == comm.size - 1, []
+    full = mock.Mock(side_effect=MemoryError("none left"))
     with monkeypatch.context() as patch:
         if last:
             patch.setattr(ShardedCache, "_make_arrays", full)
@@ -227,10 +225,7 @@ def test_what_one_rank_fails_at_alone_all_ranks_tell(comm, tied, weights, monkey
 
 
 def test_what_fails_on_rank_0_alone_fails_on_all(comm, tied):
-
-    def broken(tokens, budget, depth):
-        raise ValueError("no idea")
-
+    broken = mock.Mock(side_effect=ValueError("no idea"))
     model, tree = Llama(tied), draft_tree(3, [[4, 5]], 5)
     logits = np.full((5, 256), 0 if comm.rank else np.nan, np.float32)
     with Session(comm, model, [3], capacity=8, drafts=5) as session:

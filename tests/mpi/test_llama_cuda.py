@@ -4,6 +4,8 @@ The emulator takes its time: one model with sharded weights, another one in test
 one with whole ones; that the others' numbers matter is shown on the CPU.
 """
 
+from unittest import mock
+
 import pytest
 from mpi4py import MPI
 
@@ -54,13 +56,9 @@ def test_ranks_have_one_kind_of_device(comm, several, written):
 
 
 def test_memory_of_a_gpu_that_is_out_on_one_rank_is_told_by_all(comm, written, runtime):
-
-    def full(shape, dtype):
-        raise BackendError("out of GPU memory")
-
     model = Llama(written("tied"), device="cuda")
     with Session(comm, model, PROMPT[:8], capacity=9, scheme=Reduction(transport="host")) as session:
         if comm.rank == comm.size - 1:
-            runtime.empty = full
+            runtime.empty = mock.Mock(side_effect=BackendError("out of GPU memory"))
         with pytest.raises(BackendError, match="out of GPU memory"):
             session.prefill()

@@ -1,8 +1,6 @@
 """What the MPI library says of device pointers, asked of libraries that answer in each known way."""
 
 import shutil
-import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +8,7 @@ import pytest
 from mpi4py import MPI
 
 import treeattn
+from tests.support.builds import built
 from treeattn.mpi import library
 
 OPEN_MPI = "int MPIX_Query_cuda_support(void) {{ return {}; }}"
@@ -29,13 +28,9 @@ MPICH = "int MPIX_GPU_query_support(int type, int *yes) {{ *yes = type == 0 && {
         ("int MPI_Init(void) { return 0; }", None),
     ],
 )
-def test_cuda_aware(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, source: str, answer: bool | None
-) -> None:
-    built = tmp_path / "libmpi.so"
-    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(built)]
-    subprocess.run(command, input=source, text=True, check=True, timeout=300)
-    monkeypatch.setattr(library, "load", lambda: SimpleNamespace(__file__=str(built)))
+def test_cuda_aware(monkeypatch: pytest.MonkeyPatch, source: str, answer: bool | None) -> None:
+    pretended = built(".so", ["cc", "-shared", "-fPIC", "-x", "c", "-"], stdin=source)
+    monkeypatch.setattr(library, "load", lambda: SimpleNamespace(__file__=str(pretended)))
     assert library.cuda_aware() is answer
 
 

@@ -1,6 +1,7 @@
 """Mapping, slicing and writing safetensors files, against the safetensors library."""
 
 import os
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
@@ -42,10 +43,6 @@ def test_missing_tensor_lists_what_is_there(tmp_path):
         files.open_cache(tmp_path / "a.safetensors")["q"]
 
 
-def interrupted(*_):
-    raise KeyboardInterrupt
-
-
 def test_output_is_whole_or_absent(tmp_path, monkeypatch):
     target, ordinary = tmp_path / "result", tmp_path / "ordinary"
     ordinary.touch()
@@ -54,7 +51,7 @@ def test_output_is_whole_or_absent(tmp_path, monkeypatch):
     write = files.output_writer(target)
     assert list(tmp_path.iterdir()) == []
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, "fsync", interrupted)
+        patch.setattr(files.os, "fsync", mock.Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             write(b"cont")
     assert list(tmp_path.iterdir()) == []  # interrupted half way

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -170,11 +171,7 @@ def test_a_cache_that_cannot_be_written(tmp_path, path, monkeypatch):
 
 @needs_compiler
 def test_what_others_compiled_serves_without_a_compiler_and_without_writing(cache, seven, path, monkeypatch):
-    made = path()
-
-    def refuse(**_):
-        raise PermissionError("read-only")
-
+    made, refuse = path(), mock.Mock(side_effect=PermissionError("read-only"))
     monkeypatch.setattr(compile.tempfile, "TemporaryFile", refuse)
     monkeypatch.setattr(compile, "_compile", refuse)
     assert path() == made

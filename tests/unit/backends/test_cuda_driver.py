@@ -1,10 +1,10 @@
 """What the NVIDIA driver is asked, against libraries that pretend to be one."""
 
 import shutil
-import subprocess
 
 import pytest
 
+from tests.support.builds import built
 from treeattn.backends.cuda import driver as cuda_driver
 from treeattn.errors import BackendError
 
@@ -43,12 +43,11 @@ int cuGetErrorName(int code, const char **name) {
 @pytest.fixture
 def pretend(monkeypatch, tmp_path):
     """Puts such a library, and a version of the kernel's module, in the driver's place."""
-    library, version = tmp_path / "libcuda.so.1", tmp_path / "version"
+    version = tmp_path / "version"
 
     def pretend(init=0, broken=0):
-        command = ["cc", "-shared", "-fPIC", f"-DINIT={init}", f"-DBROKEN={broken}"]
-        command += ["-x", "c", "-", "-o", str(library)]
-        subprocess.run(command, input=SOURCE, text=True, check=True, timeout=300)
+        command = ["cc", "-shared", "-fPIC", f"-DINIT={init}", f"-DBROKEN={broken}", "-x", "c", "-"]
+        library = built(".so", command, stdin=SOURCE)
         version.write_text(
             "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
         )

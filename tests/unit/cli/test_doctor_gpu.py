@@ -1,6 +1,7 @@
 """The doctor's findings about GPUs on machines that have all, some or none of what one needs."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -15,10 +16,7 @@ DRIVER = "550.54.15, CUDA up to 12.4", ["NVIDIA H100 80GB HBM3, compute capabili
 
 
 def raiser(error):
-    def raises(*_):
-        raise error
-
-    return raises
+    return Mock(side_effect=error)
 
 
 @pytest.fixture

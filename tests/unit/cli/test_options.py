@@ -1,13 +1,13 @@
 """Values of options, where results go and what is written on, and what a tokenizer is asked for."""
 
 import sys
+from unittest import mock
 
 import click
 import pytest
 from click.testing import CliRunner
-from tokenizers import Tokenizer as Made
-from tokenizers import decoders, models, pre_tokenizers
 
+from tests.command.test_generate import byte_tokenizer
 from treeattn.cli import roofline as command
 from treeattn.cli.generate import TextStream
 from treeattn.cli.options import Output, choices, number, numbers, output_options, read
@@ -73,23 +73,15 @@ def test_no_output_is_an_input_or_another_output(tmp_path):
         Output(tmp_path).open()
 
 
-class Measured(Exception):
-    """Instead of results."""
-
-
-def test_nothing_is_measured_before_the_software_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_measured_before_the_software_is_known(monkeypatch):
     """It loads the MPI library, which may end the process: then no measurement is lost."""
-    order: list[str] = []
-
-    def measure(*_: object, **__: object) -> None:
-        order.append("measured")
-        raise Measured
-
-    monkeypatch.setattr(command.roofline, "measure", measure)
-    monkeypatch.setattr(environment, "software", lambda: order.append("software"))
-    with pytest.raises(Measured):
+    called = mock.Mock()
+    called.measure.side_effect = ZeroDivisionError  # instead of results
+    monkeypatch.setattr(command.roofline, "measure", called.measure)
+    monkeypatch.setattr(environment, "software", called.software)
+    with pytest.raises(ZeroDivisionError):
         command.command.main([], standalone_mode=False)
-    assert order == ["software", "measured"]
+    assert [name for name, *_ in called.mock_calls][:2] == ["software", "measure"]
 
 
 def test_bytes_are_refused_even_none():
@@ -101,9 +93,7 @@ def test_bytes_are_refused_even_none():
 @pytest.fixture
 def path(tmp_path):
     """A directory whose tokenizer has a token for every byte, and is set up for a training."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    made = Made(models.BPE(vocab={token: n for n, token in enumerate(alphabet)}, merges=[]))
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made = byte_tokenizer()
     made.enable_truncation(4)
     made.enable_padding(length=64)
     made.save(str(tmp_path / "tokenizer.json"))

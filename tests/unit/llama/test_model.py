@@ -128,11 +128,9 @@ def replaced(path, change):
     [
         (lambda path: (path / "model-00002-of-00002.safetensors").unlink(), "00002.*no such file"),
         (lambda path: replaced(path, lambda t: t | {EMBEDDING: np.zeros((2, 96), np.float32)}),
-         r"model.embed_tokens.weight has shape \[2, 96\], config.json makes it \[256, 96\]"),
+         r"00001-of-00002.*: model.embed_tokens.weight has shape \[2, 96\], config.json makes it \[256"),
         (lambda path: replaced(path, lambda t: {n: a.astype(np.int32) for n, a in t.items()}), "is int32: w"),
         (lambda path: replaced(path, lambda t: {n: a.astype(bool) for n, a in t.items()}), "is bool: w"),
-        (lambda path: replaced(path, lambda t: t | {EMBEDDING: np.zeros((2, 96), np.float32)}),
-         "model-00001-of-00002.safetensors: model.embed_tokens.weight has shape"),
         (lambda path: (path / INDEX).write_text((path / INDEX).read_text().replace("01-of", "02-of")),
          "00002-of-00002.safetensors: has no tensor .*, which model.safetensors.index.json places there$"),
         (lambda path: (path / INDEX).write_text('{"weight_map": []}'), "is not an index"),
