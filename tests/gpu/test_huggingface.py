@@ -1,6 +1,8 @@
-"""Models of transformers on a real GPU, on one rank: eager's logits and tokens on the same GPU."""
+"""Models of transformers on a real GPU, on one rank: eager's logits and tokens on the same GPU; and compiled
+ones on two ranks."""
 
 import copy
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +15,11 @@ torch = pytest.importorskip("torch", reason="not installed (the extra `huggingfa
 if not torch.cuda.is_available():
     pytest.skip("this torch has no CUDA", allow_module_level=True)
 
+from tests.gpu import graph_over_ranks  # noqa: E402
 from tests.support.tiny_models import logits_of, padded, prompt, wide  # noqa: E402
+from tests.support.torchrun import torchrun  # noqa: E402
 from treeattn import huggingface  # noqa: E402
+from treeattn.collectives.runtime import nccl  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")
 
@@ -80,3 +85,16 @@ def test_a_prompt_computed_once(tmp_path):
     cache.save(tmp_path)
     again.load(tmp_path, device=model.device)
     assert model.generate(ids, cache=again, **given).tolist() == wanted
+
+
+def test_a_step_is_one_graph():
+    torch._dynamo.reset()
+    graph_over_ranks.check()
+
+
+@pytest.mark.parametrize("transport", ["peer", "nccl"])
+def test_a_step_of_two_ranks_is_one_graph(transport):
+    if transport == "nccl" and (problem := nccl.problem()):
+        pytest.skip(problem)
+    done = torchrun(Path(graph_over_ranks.__file__), transport, ranks=2, timeout=280, TREEATTN_TIMEOUT="60")
+    assert done.stdout.count("one graph") == 2

@@ -42,7 +42,10 @@ _HOST, _GPU = (1, 3), (2, 13)
 _KINDS = {0: "i", 1: "u", 2: "f", 4: "u"}
 _BFLOAT = 4
 # torch's types, as the CUDA array interface calls them.
-_TORCH_TYPES = {"torch.float32": "<f4", "torch.float16": "<f2", "torch.bfloat16": "<u2", "torch.uint8": "|u1"}
+_TORCH_TYPES = {
+    "torch.float32": "<f4", "torch.float16": "<f2", "torch.bfloat16": "<u2", "torch.uint8": "|u1",
+    "torch.int64": "<i8",
+}  # fmt: skip
 
 
 class _Tensor(ctypes.Structure):

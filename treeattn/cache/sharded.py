@@ -131,6 +131,10 @@ class CacheLayer:
         given = self._as_stored(k, v)
         self._write(*self._reach.append(given[0].shape[1], counts, own=True), given)
 
+    def written(self, tokens: int) -> None:
+        """Count `tokens` more of each sequence, which somebody has written to the arrays."""
+        self._stand(self._reach.append(tokens, None)[1])
+
     def select(self, rows: ArrayLike) -> None:
         """Go on with the sequences `rows`, integers [new batch], in this order, as beams do; one may come
         several times, or not at all. The same on every rank; drafts are forgotten.

@@ -62,6 +62,7 @@ def let_generate_agree(caches: type[Any]) -> None:
             _agree(cache.comm, "a step of generate()", ids)
             # Keys of the first step are compared all the same: weights, masks and positions may differ, too.
             cache.ids_agreed = ids is not None and cache.origin.compared
+            cache.prepare_fixed(found, ids)
         return found
 
     GenerationMixin.generate, GenerationMixin.prepare_inputs_for_generation = agreeing, prepared

@@ -10,6 +10,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from treeattn.errors import ArgumentError, StateError
 from treeattn.huggingface import flash, latent, plans
+from treeattn.huggingface.fixed import FixedLayer
 from treeattn.huggingface.layers import NOT_ATTENDED, SlidingWindowLayer, of_handle, updated
 from treeattn.huggingface.mask import Mask, late_begins, mask
 from treeattn.huggingface.plans import Scoring
@@ -68,9 +69,12 @@ def attention(
             at, gone = end - query.shape[2], end - key.shape[2]
             layer.cache.origin.check_padding(late_begins(begins), at, len(key), gone)
     elif layer is not None:
-        own, end, new = layer, layer.slots, int(layer is given)  # others share what was appended
+        own, new = layer, int(layer is given)  # others share what was appended
         if not new and layer.module is module:  # maybe to other values
             raise ArgumentError(f"{type(module).__name__} attends twice in a layer: it is not served")
+        if isinstance(layer, FixedLayer) and layer.steps(query):
+            return layer.step(query, scoring, s_aux), None
+        end = layer.slots
     if cache is not None and cache.dealt is not None:
         cache.expect_others(query.device, query.shape[2])
         with torchs_stream(query.device):

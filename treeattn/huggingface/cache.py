@@ -30,6 +30,7 @@ from treeattn.decoder import Reduction
 from treeattn.errors import ArgumentError, StateError
 from treeattn.huggingface import plans, saved
 from treeattn.huggingface.agreeing_ranks import check_same_tokens, follow_rank_0
+from treeattn.huggingface.fixed import FixedLayer
 from treeattn.huggingface.layers import (
     NOT_ATTENDED,
     FullAttentionLayer,
@@ -37,9 +38,10 @@ from treeattn.huggingface.layers import (
     SlidingWindowLayer,
     updated,
 )
+from treeattn.huggingface.mask import begins_of, late_begins
 from treeattn.huggingface.origin import Origin
 from treeattn.huggingface.plans import Plans
-from treeattn.huggingface.tensors import torchs_stream
+from treeattn.huggingface.tensors import refuse, torchs_stream
 from treeattn.mpi import communicators
 from treeattn.mpi.communicators import Agreement, collectively
 
@@ -74,6 +76,12 @@ class ShardedKV(Cache):
         Whether keys and values lie on the other ranks of `comm`, which are cache nodes
         (`treeattn.cache_nodes`), by the tree of `scheme`. This process, rank 0, then runs the model alone.
         What `cache_nodes.connect` gave before the model was loaded does, too.
+    fixed : bool
+        Whether there never is more room than `capacity`, a multiple of the ranks, nor padding. Then
+        ``torch.compile(model.forward, mode="reduce-overhead")`` makes one CUDA graph of a step of one token:
+        steps without an attention_mask, of models with keys and values in layers of full attention alone,
+        over peer memory, NCCL or one rank. Beyond its room torch asserts on the device there. What asks how
+        many slots there are waits for the GPU once.
 
     Raises
     ------
@@ -99,7 +107,9 @@ class ShardedKV(Cache):
         capacity: int,
         scheme: Any = None,
         nodes: bool | CacheNodes = False,
+        fixed: bool = False,
     ) -> None:
+        self.fixed, self.behind = fixed, False  # whether steps were made that the host did not count
         self.nodes: CacheNodes | None = None
         self.scheme = scheme
         if nodes:
@@ -121,6 +131,9 @@ class ShardedKV(Cache):
                 )
             _refuse_another_way(text)
             check_number("capacity", self.capacity)
+            self.latent = bool(getattr(text, "kv_lora_rank", None))
+            if self.fixed and (self.latent or self.nodes is not None):
+                raise ArgumentError("fixed=True is not for latents, nor for cache nodes: leave it out")
             configs = text.per_layer_config
             layers = [
                 self._layer(kind, config, given)
@@ -130,17 +143,20 @@ class ShardedKV(Cache):
             by_heads = reduction if scheme is not None else Reduction("head_scatter", output="heads")
             agreed.must_match = {
                 "capacity": self.capacity,
+                "fixed": self.fixed,
                 "scheme": reduction,
                 "the layers of the model": len(layers),
             }
         super().__init__(layers=layers)
         self.model_type, self.config, self.origin = text.model_type, text, Origin()
-        self.latent = bool(getattr(text, "kv_lora_rank", None))
         self.full = [layer for layer in layers if isinstance(layer, FullAttentionLayer)]
         self.first = next((one for one in layers if isinstance(one, tuple(_ATTENTION.values()))), None)
         # Once: a schedule of the user's is hashed by all its messages.
         kept, both = self.comm.kept, (reduction, by_heads)
         self._plans = tuple(kept.setdefault(how, Plans(self.comm, how)) for how in both)
+        self.plans_handle = self._plans[0].handle if self.comm.size > 1 else 0
+        if self.fixed:
+            self.capacity += -self.capacity % self.comm.size
         self.owner = Owner("this cache")
         self.device = torch.device("cpu")  # where its arrays lie
         self._waits = _Queued()
@@ -181,7 +197,7 @@ class ShardedKV(Cache):
         Raises `StateError` in a second thread, before a layer changes."""
         if not torch.compiler.is_compiling():
             self.use()
-            updated().masked = self
+        updated().masked = self
         sizes: tuple[int, int] = super().get_mask_sizes(query_length, layer_idx)
         return sizes
 
@@ -202,7 +218,45 @@ class ShardedKV(Cache):
         agreed, self.ids_agreed = self.ids_agreed, False  # for one step
         if new and self.comm.size > 1 and not agreed:
             check_same_tokens(self.comm, key, begins)
-        self.origin.check_padding(begins, at, len(key))
+        self.check_padding(begins, at, len(key))
+
+    def check_padding(self, begins: Any, at: int, rows: int) -> None:
+        """Raise `ArgumentError` unless rows begin where those of the cache do."""
+        self.check_fixed(at, begins)
+        self.origin.check_padding(begins, at, rows)
+
+    def check_fixed(self, slots: int, begins: Any = None) -> None:
+        """Raise `ArgumentError` where fixed room is for fewer slots, or a row begins later than others."""
+        if self.fixed and (slots > self.capacity or begins is not None):
+            problem = f"{slots} slots in room for {self.capacity}" if begins is None else "rows with padding"
+            raise ArgumentError(f"{problem} need a larger cache, or one without fixed=True")
+
+    def prepare_fixed(self, given: dict[str, Any], ids: torch.Tensor | None) -> None:
+        """Before generate() gives this to the model: a mask that grows would be another graph each time.
+        Raises `ArgumentError` for padding, and where there is no room."""
+        if not self.fixed or ids is None:
+            return
+        at = self.get_seq_length()
+        self.check_fixed(at + ids.shape[1])
+        if ids.shape[1] == 1:
+            seen = given.pop("attention_mask", None)
+            if seen is not None and not self.origin.compared:
+                self.check_padding(late_begins(begins_of(seen, seen.shape[1])), at, len(ids))
+
+    def catch_up(self) -> None:
+        """Wait for the steps that a compiled model made, and take from the GPU how many slots there are.
+        Raises `TransportError` where another rank did not come to them."""
+        if not self.behind:
+            return
+        if torch.compiler.is_compiling():
+            refuse("several tokens after steps of a compiled model: call cache.get_seq_length() first")
+        with torchs_stream(self.device):
+            self.plans().synchronize()
+            made = [layer for layer in self.full if isinstance(layer, FixedLayer) and layer.count is not None]
+            counts = torch.stack([layer.count for layer in made]).cpu().tolist()
+        for layer, slots in zip(made, counts, strict=True):
+            layer.catch_up(slots)
+        self.behind = False
 
     def use(self) -> None:
         """From here on it is this thread's, and over several ranks its communicator, too. Raises
@@ -228,6 +282,10 @@ class ShardedKV(Cache):
             self._waits.layer(torch.cuda.current_stream(device) if queries > 1 else None)
 
     def _layer(self, kind: str, config: Any, given: dict[str, Any]) -> Any:
+        if self.fixed and kind != "full_attention":
+            raise ArgumentError(f"fixed=True is for layers of full attention, not of {kind!r}: leave it out")
+        if self.fixed:
+            return FixedLayer(self, config)
         if kind in _ATTENTION:
             return _ATTENTION[kind](self, config)
         if kind in _STATES:

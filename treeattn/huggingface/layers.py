@@ -34,8 +34,9 @@ class _Updated:
     """The layer that was given new tokens last, until something attends or another call begins; and the cache
     for which transformers makes a mask next."""
 
-    layer: FullAttentionLayer | None = None
-    masked: ShardedKV | None = None
+    def __init__(self) -> None:
+        self.layer: FullAttentionLayer | None = None
+        self.masked: ShardedKV | None = None
 
 
 class _UpdatedHere(threading.local, _Updated):

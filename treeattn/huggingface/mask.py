@@ -13,7 +13,7 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 from treeattn.errors import ArgumentError, StateError
 from treeattn.huggingface.layers import updated
-from treeattn.huggingface.tensors import NO_GRAPH
+from treeattn.huggingface.tensors import NO_GRAPH, refuse
 
 #: Slots that are looked at at once.
 _BLOCK = 256
@@ -59,10 +59,17 @@ def mask(
     Raises `ArgumentError` for a pattern that is neither causal nor a causal window, for padding on the right,
     and for a cache with room that is not filled.
     """
-    traced, known = torch.compiler.is_compiling(), None
+    traced, known, last = torch.compiler.is_compiling(), None, updated()
+    cache, last.masked = last.masked, None
+    if traced and cache and isinstance(q_offset, torch.Tensor):  # of a cache of fixed room
+        if attention_mask is not None and q_length == 1:
+            refuse(
+                "a cache of fixed room has no padding: leave attention_mask out of a compiled model's steps"
+            )
+        q_offset = cache.full[0].slots if q_length > 1 else 0  # of one query the host does not know
+        kv_length = q_offset + q_length
     if not traced:
-        last = updated()
-        cache, last.masked, last.layer = last.masked, None, None  # the layer is of a call that failed
+        last.layer = None  # of a call that failed
         known = cache.origin.known_begins(int(q_offset)) if cache and cache.ids_agreed else None
     again = isinstance(attention_mask, Mask)
     if again or isinstance(q_offset, torch.Tensor) or kv_offset + kv_length != q_offset + q_length:
@@ -76,7 +83,7 @@ def mask(
     if mask_function is not causal_mask_function:
         plain = allow_is_causal_skip and not use_vmap
         if traced and not plain:
-            raise ArgumentError("a mask of the model's own cannot be looked at in a compiled model")
+            refuse("a mask of the model's own cannot be looked at in a compiled model")
         if not traced:
             first = q_length - 1 if plain else 0
             how = {"mask_function": mask_function, "use_vmap": use_vmap, "device": "cpu" if plain else device}

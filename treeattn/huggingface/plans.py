@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
+import weakref
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -11,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from treeattn.attention.arguments import CacheFormat, Rules
+from treeattn.backends.cuda.runtime import default_runtime
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder import Decoder, Reduction
+from treeattn.errors import StateError, TransportError
 from treeattn.huggingface.tensors import as_tensor
 from treeattn.mpi import communicators
 
@@ -53,6 +57,8 @@ class Plans:
         self.comm, self._reduction = comm, reduction
         self._owner = comm.owner if comm.size > 1 else Owner("this thread's attention")
         self._decoders: dict[Any, dict[int, _Planned]] = {}  # of a kind by queries, the last used last
+        self.handle = next(_handles)
+        _of_handle[self.handle] = self
 
     def attend(
         self,
@@ -91,12 +97,34 @@ class Plans:
         outs, lses = zip(*parts, strict=True)
         return torch.cat(outs, 1), torch.cat(lses, 2)
 
+    def step(self, q: Any, k: Any, v: Any, lengths: Any, scale: float) -> tuple[torch.Tensor, ...]:
+        """As `attend`, of one query that sees `lengths` int64 [batch] of this rank's tokens, which lie where
+        q does and are not looked at: a CUDA graph may hold it. Raises `TransportError` where the host moves
+        the records of a GPU."""
+        decoder, results = self._decoder(q, k, v, Scoring(scale), False)
+        plan = decoder.plan
+        if q.device.type == "cuda" and not plan.reducer.stream_ordered:
+            raise TransportError(
+                f"transport={plan.transport!r} moves records by the host, which a CUDA graph cannot: a "
+                "cache of fixed room in a compiled model needs transport='peer' or 'nccl', or one rank"
+            )
+        decoder(*map(plan.request.device.view, ("q", "k", "v", "lengths"), (q, k, v, lengths)))
+        return results
+
+    def synchronize(self) -> None:
+        """Wait for steps of one query that were queued to a GPU. Raises `TransportError`."""
+        for planned in self._decoders.values():
+            if 1 in planned:
+                planned[1][0].synchronize()
+
     def _decoder(self, q: Any, k: Any, v: Any, scoring: Scoring, causal: bool) -> _Planned:
         batch, queries, heads, head_dim = q.shape
         kind = (batch, heads, head_dim, k.shape[2], v.shape[3], q.dtype, q.device, causal, *scoring)
         planned = self._decoders.setdefault(kind, {})
         found = planned.get(queries) if queries == 1 else planned.pop(queries, None)
         if found is None:
+            if q.device.type == "cuda" and default_runtime().capturing():
+                raise StateError("a step of a new kind is planned before it is captured: run one first")
             several = [length for length in planned if length > 1]
             if queries > 1 and len(several) == MOST_LENGTHS:
                 planned.pop(several[0])[0].close()
@@ -119,6 +147,15 @@ class Plans:
             found = decoder, tuple(map(as_tensor, (decoder.out, decoder.lse)))
         planned[queries] = found
         return found
+
+
+_handles = itertools.count(1)
+_of_handle: weakref.WeakValueDictionary[int, Plans] = weakref.WeakValueDictionary()
+
+
+def of_handle(handle: int) -> Plans:
+    """The plans that a compiled model names so; 0 for those of this rank alone."""
+    return _of_handle[handle] if handle else alone()
 
 
 _here = threading.local()

@@ -73,6 +73,7 @@ def _prefill(model: Any, ids: torch.Tensor, cache: ShardedKV, attention_mask: to
             if found:
                 raise ArgumentError(f"{problem}: leave the prefill to generate()")
         begins = None if attention_mask is None else begins_of(attention_mask, tokens)
+        cache.check_fixed(tokens, late_begins(begins))
         own = torch.arange(comm.rank, tokens, comm.size)
         places = own[None] if begins is None else (own[None] - begins[:, None]).clamp(0)
         length = tokens if begins is None else tokens - int(begins.min())

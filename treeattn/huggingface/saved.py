@@ -65,6 +65,7 @@ def _check(cache: ShardedKV, directory: str | Path, index: Index, unchecked: boo
             f"tokens; this model is {cache.model_type!r} of {layers} layers, and its texts are as long as "
             "one another"
         )
+    cache.check_fixed(index.totals[0], True if any(about.get("begins") or ()) else None)
     if unchecked:
         return
     rows = [len(about.get(name) or ()) for name in ("ids", "begins")]

@@ -10,10 +10,18 @@ import numpy as np
 import torch
 
 from treeattn.backends.cuda.runtime import default_runtime
+from treeattn.errors import ArgumentError
 
 #: Of operators that a CUDA graph would not run again: they append, send and read masks from the host. torch
 #: then captures what lies between them.
 NO_GRAPH = (torch.Tag.cudagraph_unsafe,)
+
+
+@torch._dynamo.assume_constant_result
+def refuse(message: str) -> None:
+    """Raise `ArgumentError`, of a model that is traced while it is: torch then shows the line, which it hides
+    where it traces an error."""
+    raise ArgumentError(message)
 
 
 def torchs_stream(device: torch.device) -> contextlib.AbstractContextManager[object]:
