@@ -6,6 +6,7 @@ Each rank has an emulated GPU, whose arrays are NumPy's; shared memory stands fo
 import os
 import random
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -263,11 +264,8 @@ def test_nccl_allreduce_is_exact(comm, runtime, nccl_communicators, scheme):
     ],
 )
 def test_what_one_rank_lacks_is_told_by_all(comm, runtime, monkeypatch, place, name, said, scheme):
-
-    def fails(*_):
-        raise treeattn.BackendError(said)
-
     if comm.rank == comm.size - 1:
+        fails = mock.Mock(side_effect=treeattn.BackendError(said))
         monkeypatch.setattr(runtime if place == "runtime" else place, name, fails)
     how = Reduction(scheme, transport="host")
     with pytest.raises(treeattn.BackendError, match=said):
@@ -277,12 +275,8 @@ def test_what_one_rank_lacks_is_told_by_all(comm, runtime, monkeypatch, place, n
 @pytest.mark.parametrize(("name", "rank"), [("to_host", 0), ("from_host", -1)])
 def test_trouble_with_the_query_of_one_rank_is_told_by_all(comm, runtime, monkeypatch, name, rank):
     """Where it is read, by an error that is not ours, and where it arrives."""
-
-    def broken(*_):
-        raise RuntimeError("cudaErrorIllegalAddress")
-
     if comm.rank == rank % comm.size:
-        monkeypatch.setattr(Cuda, name, broken)
+        monkeypatch.setattr(Cuda, name, mock.Mock(side_effect=RuntimeError("cudaErrorIllegalAddress")))
     how = Reduction(transport="host")
     with pytest.raises(treeattn.TreeattnError, match="RuntimeError: cudaErrorIllegalAddress"):
         treeattn.decode(*shard(comm), comm=comm, device="cuda", scheme=how, q_root=0)
@@ -338,10 +332,8 @@ def by_nccl(comm, more=""):
 def test_memory_that_one_rank_cannot_open_leaves_nccl(
     comm, several, runtime, unnamed, nccl_communicators, monkeypatch, place
 ):
-    def closed(*_):
-        raise treeattn.TransportError("no peer access")
-
     if comm.rank == comm.size - 1:
+        closed = mock.Mock(side_effect=treeattn.TransportError("no peer access"))
         monkeypatch.setattr(runtime, place, closed)
     why = f"no transport='peer': rank {comm.size - 1}: no peer access"
     assert unnamed() == by_nccl(comm, f"; {why}")
@@ -434,14 +426,11 @@ def test_a_rank_that_cannot_share_memory_is_told_by_all(
 ):
     if comm.size < 2 * nodes:  # nobody opens anything on a node of one
         return
-
-    def refused(*_):
-        raise treeattn.TransportError("cudaErrorNotSupported; take transport='nccl' or 'host'")
-
+    refused = treeattn.TransportError("cudaErrorNotSupported; take transport='nccl' or 'host'")
     if nodes == 2:
         request.getfixturevalue("two_nodes")
     if comm.rank == comm.size - 1:
-        monkeypatch.setattr(runtime, what, refused)
+        monkeypatch.setattr(runtime, what, mock.Mock(side_effect=refused))
     said = f"rank {comm.size - 1}: .*cudaErrorNotSupported.*'host'"
     with pytest.raises(treeattn.TransportError, match=said):
         decoder_of(comm, transport="peer")

@@ -13,7 +13,7 @@ from tests.support.ranks import own_run
 from tests.support.schemes import REPLICATED, assert_equal, copies
 from treeattn import collectives
 from treeattn.baselines import BASELINES
-from treeattn.errors import ArgumentError, RestrictionError, StateError
+from treeattn.errors import ArgumentError, StateError
 
 # Calls of a step in parts: the states in which each may come, and the state after it (None: as before).
 CALLS = {
@@ -151,10 +151,6 @@ def test_what_cannot_be_taken_apart(shard, planned):
             treeattn.Reduction(groups=groups)
     with pytest.raises(ArgumentError, match="divides the 4 KV heads"):
         planned(groups=3)
-    with pytest.raises(RestrictionError, match="cannot be taken apart"):
-        planned(scheme="kv_ring", groups=2)
-    with pytest.raises(RestrictionError, match="cannot be taken apart"):
-        planned(scheme="head_scatter", output="heads", groups=2)
     with planned(groups=2) as decoder:
         with pytest.raises(StateError, match="without arrays"):
             decoder.reduce()

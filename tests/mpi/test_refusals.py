@@ -103,10 +103,6 @@ EVERYWHERE = [
     ({"scheme": "binary_three"}, "there is no scheme 'binary_three'; did you mean binary_tree.* known: "),
     ({"scheme": "hierarchical:nodes=100+1"}, "hierarchical: nodes=100[+]1 hold 101 ranks, but there are"),
     ({"q_root": 10**6}, "q_root 1000000 is not a rank of this communicator: use 0 to"),
-    ({"scheme": "head_scatter"}, "output='heads'"),
-    ({"scheme": "chain", "output": "heads"}, "head_scatter"),
-    ({"scheme": "head_scatter", "output": "root"}, "head_scatter (leaves each rank|is no schedule)"),
-    ({"scheme": "mpi_allreduce", "output": "root"}, "mpi_allreduce (leaves each rank|is no schedule)"),
     ({"scheme": "kv_ring", "output": "root"}, "kv_ring (leaves each rank|is no schedule)"),
     ({"scheme": "head_all_to_all", "output": "root"}, "head_all_to_all (leaves each rank|is no schedule)"),
 ]

@@ -117,9 +117,7 @@ def test_the_certificate_says_whose_the_bits_are(comm):
     ("what", "error"),
     [
         ({"scheme": "kv_ring"}, "kv_ring folds in an order of its own"),
-        ({"scheme": "two_allreduce"}, "two_allreduce folds in an order of its own"),
         ({"reproducible": "blocks of 7"}, "'blocks of 7' is unknown"),
-        ({"dtype": "float64"}, "float64 is summed"),
         ({"device": "cuda"}, "for device='cpu'"),
     ],
 )
