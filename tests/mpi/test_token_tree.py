@@ -121,7 +121,6 @@ def test_what_cannot_be_verified(comm):
         "must lie between 0 and": {"lengths": case.shard(comm.rank)[2] + 1000},
         "not supported": {"q": case.q.astype(int)},
         "kv_ring attends while it communicates": {"scheme": "kv_ring"},
-        "query_ring attends while it communicates": {"scheme": "query_ring"},
     }.items():
         raised_by_all(comm, lambda change=change: verified(comm, **change), words)
 

@@ -69,7 +69,6 @@ def test_words_are_read(words, field, value):
         ("--ranks-per-node 3,1 --placement cyclic -- true", "as many ranks on every node"),
         ("--placement random -- true", "'block', 'cyclic'"),
         ("--bandwidth fast -- true", "1gbit, or none"),
-        ("--bandwidth -1gbit -- true", "--bandwidth"),
         ("--bandwidth 0gbit -- true", "at least 1kbit"),
         ("--bandwidth 100mbps -- true", "kbit, mbit, gbit"),
         (f"--bandwidth {'9' * 400}gbit -- true", "none for no limit"),
