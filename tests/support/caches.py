@@ -1,5 +1,7 @@
 """Sharded caches of all ranks in one process, and what they should hold together."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import strategies as st
@@ -11,21 +13,13 @@ from treeattn.token_tree import TokenTree
 HEADS, DIM = 2, 8
 
 
-class Ranks:
-    """Enough of a communicator for planning: everyone passes the same."""
-
-    def __init__(self, rank, size):
-        self.rank, self.size = rank, size
-
-    def allgather(self, mine):
-        return [mine] * self.size
-
-
 def caches(size, **options):
+    """Of ranks whose communicators are enough for planning: everyone passes the same."""
+    everyone = {"size": size, "allgather": lambda mine: [mine] * size}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded.communicators, "intracomm", lambda comm: comm)
         plan = {"kv_heads": HEADS, "head_dim": DIM, "dtype": "float32", **options}
-        return [ShardedCache(Ranks(rank, size), **plan) for rank in range(size)]
+        return [ShardedCache(SimpleNamespace(rank=rank, **everyone), **plan) for rank in range(size)]
 
 
 LAYOUTS = st.sampled_from(["contiguous", "interleaved", "zigzag", "sizes", "owners"])

@@ -60,7 +60,8 @@ class Fabric:
         while any(stream.queued for stream in self.streams):
             moved = [stream.run_to_a_group() for stream in self.streams]
             if not (self._exchange() or any(moved)):
-                raise Hang("; ".join(filter(None, (stream.waits_for() for stream in self.streams))))
+                left = [stream for stream in self.streams if stream.queued]
+                raise Hang({one.rank: [(post.kind, post.peer) for post in one.group.waiting] for one in left})
 
     def _exchange(self) -> bool:
         """Move every message whose two ends are posted."""
@@ -204,13 +205,6 @@ class Stream:
         self.group.waiting = [waiting for waiting in self.group.waiting if waiting is not post]
         if not self.group.waiting:
             self.queued.popleft()
-
-    def waits_for(self) -> str | None:
-        if not self.queued:
-            return None
-        return ", ".join(
-            f"rank {self.rank} waits: {post.kind}, rank {post.peer}" for post in self.group.waiting
-        )
 
 
 class QueuedOperator:
