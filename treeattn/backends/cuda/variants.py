@@ -85,11 +85,9 @@ def choose_variant(
     of what `for_clusters`, where shared memory holds it.
     """
     if tensor_cores and for_tensor_cores(q_type, kv_type, rows, latent):
-        if clustered and (
-            variant := _mma_kernel(q_type, kv_type, head_dim, _CLUSTERED, shared_limit, tokens)
-        ):
-            return variant
-        variant = mma_kernel(q_type, kv_type, LATENT[0] if latent else head_dim, rows, shared_limit, tokens)
+        given = shared_limit, tokens
+        variant = _mma_kernel(q_type, kv_type, head_dim, _CLUSTERED, *given) if clustered else None
+        variant = variant or mma_kernel(q_type, kv_type, LATENT[0] if latent else head_dim, rows, *given)
         if variant is not None:
             return variant
     if latent:
@@ -195,8 +193,7 @@ def _mma_kernel(
     if not once:
         return None
     stages = twice[0] if twice else once[-1]
-    clustered = tile is _CLUSTERED
-    module = "attention_cluster" if clustered else "attention_mma"
+    module = "attention_cluster" if tile is _CLUSTERED else "attention_mma"
     name = (
         f"{module}<{q_type}, {kv_type}, {head_dim}, {v_dim}, Warps<{', '.join(map(str, tile.warps))}>, "
         f"{tile.tokens}, {stages}{tokens.expression}>"
@@ -207,7 +204,7 @@ def _mma_kernel(
         blocks=tile.blocks,
         threads=32 * warps,
         merge=merge_kernel(v_dim, tile_rows),
-        clustered=clustered,
+        clustered=tile is _CLUSTERED,
     )
 
 
