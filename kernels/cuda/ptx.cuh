@@ -413,8 +413,8 @@ __device__ __forceinline__ void meet_cluster() {
 #ifdef TREEATTN_EMULATOR
   emulator::meet_cluster();
 #elif __CUDA_ARCH__ >= 900
-  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire;" ::: "memory");
 #endif
 }
 
