@@ -155,9 +155,8 @@ def expressions(module: str, arch: str, whole: bool = False) -> dict[str, Launch
     ]
     if module == "attention_cluster":
         every = itertools.product(_TYPES_16, (64, 80, 96, 128), (16,), _TOKENS[::2])
-        device = {"tensor_cores": True, "shared_limit": ARCHITECTURES[arch], "clustered": True}
         found = [
-            variants.choose_variant(kind, kind, head_dim, rows, tokens=tokens, **device)
+            variants.cluster_kernel(kind, kind, head_dim, rows, ARCHITECTURES[arch], tokens)
             for kind, head_dim, rows, tokens in (every if whole else _FEW_CLUSTERED)
         ]
     return {

@@ -60,10 +60,7 @@ _BARRIERS = {
     "columns_stored_early": ("mma", "the warps' partials are there", "latent"),
     "stages_reused_early_latent": ("mma", "the tiles are free", "latent"),
     "no_query_barrier_many": ("mma", "q is there", "many_latent"),
-    "columns_stored_early_cluster": (
-        *("cluster", "the warps' partials are there", "clusters"),
-        "attention.cuh",
-    ),
+    "stored_early_cluster": ("cluster", "the warps' partials are there", "clusters", "attention.cuh"),
     "no_states_barrier_apart": ("merge", "all states", "apart", "combine.cuh"),
     "no_weights_barrier_apart": ("merge", "all weights", "apart", "combine.cuh"),
     "no_sums_barrier_apart": ("merge", "all sums", "apart", "combine.cuh"),

@@ -19,7 +19,7 @@ CLUSTERED = [
     Case("bfloat16", 128, group=4, batch=2, tokens=900, lengths=(900, 0)),
     Case("float16", 64, group=16, kv_heads=1, batch=2, tokens=1500, lengths=(257, 1500)),
     Case("bfloat16", 80, group=3, queries=5, kv_heads=1, batch=2, tokens=700, layout="gaps"),
-    Case("bfloat16", 96, group=7, kv_heads=1, batch=2, tokens=300, lengths=(1, 128), scores=1e4),
+    Case("bfloat16", 96, group=7, kv_heads=1, batch=2, tokens=300, lengths=(1, 300), scores=1e4),
 ]
 FINISHED = [
     CLUSTERED[0],
@@ -46,8 +46,8 @@ class GpuContract(AttentionContract):
 
     def need_clusters(self, runtime: Any) -> None:
         """Skip on a device without, or without room for as many as the cases have."""
-        if not runtime.clusters or runtime.multiprocessors < 64:
-            pytest.skip("clusters need compute capability 9.0, and these 64 multiprocessors")
+        if not runtime.clusters or runtime.multiprocessors < 64 or runtime.shared_bytes < 227 << 10:
+            pytest.skip("clusters need compute capability 9.0, and these 64 multiprocessors of 227 KiB")
 
     def options(self, case: Case, order: int) -> dict[str, Any]:
         plan = {"num_splits": case.splits, "tensor_cores": case.tensor_cores, "kv_dtype": case.kv}

@@ -43,7 +43,7 @@ from treeattn.backends.cuda.variants import (
     Tokens,
     Variant,
     choose_variant,
-    for_clusters,
+    cluster_kernel,
     merge_blocks,
 )
 from treeattn.errors import ArgumentError
@@ -305,28 +305,28 @@ class PlannedAttention:
     def _choose_kernel(self, q: Array, k: Array, q_type: str, kv_type: str, paged: bool) -> None:
         batch, queries, heads, head_dim = q.shape
         v_dim = self._records.shape[3] - partial.EXTRA
-        latent = v_dim != head_dim
         kv_heads, rows = k.shape[2], queries * (heads // k.shape[2])
         runtime, tokens = self._runtime, Tokens(visible=self._mask is not None, paged=paged)
-        self._clustered = range(0)
-        if self._clusters and for_clusters(q_type, kv_type, head_dim, rows, tokens):
-            self._clustered = cluster_tokens(batch * kv_heads, rows, runtime.multiprocessors)
-        clustered = int(self._tokens[0]) in self._clustered
+        kind, shared = (q_type, kv_type, head_dim, rows), runtime.shared_bytes
         variant = choose_variant(
-            *(q_type, kv_type, head_dim, rows),
+            *kind,
             tensor_cores=self._tensor_cores,
-            shared_limit=runtime.shared_bytes,
+            shared_limit=shared,
             tokens=tokens,
-            latent=latent,
-            clustered=clustered,
+            latent=v_dim != head_dim,
         )
-        if clustered and not variant.clustered:
-            self._clustered = range(0)
+        self._kernel = runtime.kernel(variant.module, variant.expression, variant.shared_bytes)
+        clustered = cluster_tokens(batch * kv_heads, rows, runtime.multiprocessors)
+        other = cluster_kernel(*kind, shared, tokens) if self._clusters and clustered else None
+        self._clustered = clustered if other else range(0)
+        if other:  # compiled in any case: with more tokens a later step comes to it
+            kernel = runtime.kernel(other.module, other.expression, other.shared_bytes)
+            if int(self._tokens[0]) in self._clustered:
+                variant, self._kernel = other, kernel
         tiles = kv_heads * math.ceil(rows / variant.rows)
         if tiles > MAX_GRID:
             raise ArgumentError(f"{queries} queries of {heads} heads are too many for one launch: split them")
         self.variant = variant
-        self._kernel = runtime.kernel(variant.module, variant.expression, variant.shared_bytes)
         resident = runtime.resident_blocks(self._kernel, variant.threads, variant.shared_bytes)
         self._merge = runtime.kernel("merge_splits", variant.merge) if variant.merge else None
         self.load = Load(

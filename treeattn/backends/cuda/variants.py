@@ -75,19 +75,15 @@ def choose_variant(
     shared_limit: int,
     tokens: Tokens = ALL_TOKENS,
     latent: bool = False,
-    clustered: bool = False,
 ) -> Variant:
     """The kernel for C++ types of q and of the cache, and for `rows` query rows that share a KV head.
 
     tensor_cores: may they be used? shared_limit: bytes of shared memory that a block can have. tokens: which
     ones it takes. latent: are the values the first channels of the keys? Those are for tensor cores alone:
-    raises `BackendError` where these do not serve. clustered: with splits that are the blocks of a cluster,
-    of what `for_clusters`, where shared memory holds it.
+    raises `BackendError` where these do not serve.
     """
     if tensor_cores and for_tensor_cores(q_type, kv_type, rows, latent):
-        given = shared_limit, tokens
-        variant = _mma_kernel(q_type, kv_type, head_dim, _CLUSTERED, *given) if clustered else None
-        variant = variant or mma_kernel(q_type, kv_type, LATENT[0] if latent else head_dim, rows, *given)
+        variant = mma_kernel(q_type, kv_type, LATENT[0] if latent else head_dim, rows, shared_limit, tokens)
         if variant is not None:
             return variant
     if latent:
@@ -101,11 +97,15 @@ def for_tensor_cores(q_type: str, kv_type: str, rows: int, latent: bool) -> bool
     return served and (latent or rows >= TENSOR_CORES_FROM_ROWS)
 
 
-def for_clusters(q_type: str, kv_type: str, head_dim: int, rows: int, tokens: Tokens) -> bool:
-    """Whether there is a kernel of tensor cores whose splits are the blocks of a cluster: where these were
-    measured, and heads that are narrower."""
+@functools.lru_cache(maxsize=64)
+def cluster_kernel(
+    q_type: str, kv_type: str, head_dim: int, rows: int, shared_limit: int, tokens: Tokens
+) -> Variant | None:
+    """The kernel of tensor cores whose splits are the blocks of a cluster: where these were measured, and
+    for heads that are narrower; None elsewhere, and where it needs more shared memory than there is."""
     few = TENSOR_CORES_FROM_ROWS <= rows <= 16 and head_dim <= 128
-    return few and q_type == kv_type != "float" and not tokens.visible
+    served = few and q_type == kv_type != "float" and not tokens.visible
+    return _mma_kernel(q_type, kv_type, head_dim, _CLUSTERED, shared_limit, tokens) if served else None
 
 
 def no_latent_kernel(q_type: str, kv_type: str) -> BackendError:
