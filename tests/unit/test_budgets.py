@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Folders -> lines of Python.
 LINES = {
     ("treeattn", "collectives"): 34_089,
-    ("tests",): 34_625,
+    ("tests",): 34_626,
     ("benchmarks",): 1_967,
     ("tools",): 443,
     ("jobs",): 1_037,
