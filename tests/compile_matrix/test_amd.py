@@ -24,9 +24,9 @@ LACKING += [] if shutil.which(CLANG) else [CLANG]
 ARCHITECTURES = ("gfx90a", "gfx942") if not LACKING else ()
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cuda"
-# Of ptx.cuh, what has no twin for AMD: tensor cores, copies beside the work, numbers that other GPUs look at.
+# What has no twin for AMD: tensor cores (attend_tile), copies beside the work, numbers that other GPUs look at.
 NVIDIA_ALONE = re.compile(
-    r"\b(multiply_matrices|load_matrices|copy_async\w*|store_release|load_acquire|nanoseconds)\b"
+    r"\b((multiply|load)_matrices|attend_tile|copy_async\w*|store_release|load_acquire|nanoseconds)\b"
 )
 SERVED = [name for name in MODULES if not NVIDIA_ALONE.search((KERNELS / f"{name}.cu").read_text())]
 
