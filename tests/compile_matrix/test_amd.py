@@ -24,7 +24,7 @@ LACKING += [] if shutil.which(CLANG) else [CLANG]
 ARCHITECTURES = ("gfx90a", "gfx942") if not LACKING else ()
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels" / "cuda"
-# What has no twin for AMD: tensor cores (attend_tile), copies beside the work, numbers that other GPUs look at.
+# What has no twin for AMD: tensor cores (attend_tile), copies beside work, numbers that other GPUs look at.
 NVIDIA_ALONE = re.compile(
     r"\b((multiply|load)_matrices|attend_tile|copy_async\w*|store_release|load_acquire|nanoseconds)\b"
 )
