@@ -217,6 +217,28 @@ def test_what_fixed_room_does_not_serve(comm, wanted, model, graphs, cache, tmp_
         model(text[:, :1].clone(), cache=kv)
 
 
+@torch.no_grad()
+def test_a_step_that_failed_is_noticed(wanted, model, graphs, cache, monkeypatch):
+    """Some of its layers may have the token, and others not: Inductor writes in place."""
+    text, logits = wanted
+    kv, other = cache(), cache()
+    for one in kv, other:
+        model(text[:, :30], cache=one)
+    layer = kv.layers[1]
+    with monkeypatch.context() as patched:
+        patched.setattr(plans.Plans, "step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            fixed._step(torch.zeros(2, 4, 1, 16), layer.k, layer.v, layer.count, None, kv.plans_handle, 0.25)
+    for asks in (lambda: model(text[:, 30:31].clone(), cache=kv), lambda: kv.crop(-1), kv.get_seq_length):
+        with pytest.raises(Exception, match=r"half filled by a call that failed: cache\.reset\(\) empties"):
+            asks()
+    kv.reset()
+    model(text[:, :30], cache=kv)
+    for one in kv, other:
+        assert_close(model(text[:, 30:31].clone(), cache=one).logits, logits[:, 30:31])
+        assert one.get_seq_length() == 31
+
+
 def test_what_the_operator_says_of_itself():
     q, k, v = (torch.randn(2, *rest) for rest in ((4, 1, 16), (9, 2, 16), (9, 2, 16)))
     for sinks in None, torch.zeros(4):

@@ -32,6 +32,7 @@ from treeattn.huggingface import plans, saved
 from treeattn.huggingface.agreeing_ranks import check_same_tokens, follow_rank_0
 from treeattn.huggingface.fixed import FixedLayer
 from treeattn.huggingface.layers import (
+    HALF_FILLED,
     NOT_ATTENDED,
     FullAttentionLayer,
     RemoteLayer,
@@ -110,6 +111,7 @@ class ShardedKV(Cache):
         fixed: bool = False,
     ) -> None:
         self.fixed, self.behind = fixed, False  # whether steps were made that the host did not count
+        self.failed = False  # whether one of them was not made whole
         self.nodes: CacheNodes | None = None
         self.scheme = scheme
         if nodes:
@@ -250,6 +252,8 @@ class ShardedKV(Cache):
             return
         if torch.compiler.is_compiling():
             refuse("several tokens after steps of a compiled model: call cache.get_seq_length() first")
+        if self.failed:
+            raise StateError(HALF_FILLED)
         with torchs_stream(self.device):
             self.plans().synchronize()
             made = [layer for layer in self.full if isinstance(layer, FixedLayer) and layer.count is not None]
@@ -353,6 +357,7 @@ class ShardedKV(Cache):
         """Forget all tokens."""
         self.owner.check()
         updated().layer = None
+        self.behind = self.failed = False
         self.origin = Origin()
         super().reset()
 

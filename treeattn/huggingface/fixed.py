@@ -3,12 +3,13 @@ them, nothing waits for the host, and operations of torch append."""
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, cast
 
 import torch
 
 from treeattn.huggingface import plans
-from treeattn.huggingface.layers import FullAttentionLayer, carrying, updated
+from treeattn.huggingface.layers import HALF_FILLED, FullAttentionLayer, carrying, updated
 from treeattn.huggingface.plans import Scoring
 from treeattn.huggingface.tensors import as_rows, as_tensor, finished, refuse, torchs_stream
 
@@ -52,12 +53,15 @@ class FixedLayer(FullAttentionLayer):
             bits = (one.view(f"i{one.dtype.itemsize}") for one in (shard.k, shard.v))
             self.k, self.v = (as_tensor(one).view(kind) for one in bits)
             self.count = torch.zeros((), dtype=torch.int64, device=self.cache.device)
+        _of_keys[self.k.data_ptr()] = self
         for one in self.k, self.v, self.count:
             torch._dynamo.mark_static_address(one)
 
     def steps(self, states: torch.Tensor) -> bool:
         """Whether these, [batch, heads, tokens, dim], are of a step that is traced to be recorded."""
         traced = torch.compiler.is_compiling() and self.count is not None
+        if traced and self.cache.failed:
+            refuse(HALF_FILLED)
         return traced and states.shape[2] == 1 and len(states) == len(self.k)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
@@ -113,6 +117,10 @@ class FixedLayer(FullAttentionLayer):
         self.held = self.held
 
 
+#: Layers by where their keys lie, which is all that the operator knows of them.
+_of_keys: weakref.WeakValueDictionary[int, FixedLayer] = weakref.WeakValueDictionary()
+
+
 def _step(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -128,7 +136,12 @@ def _step(
 
     A CUDA graph holds what it queues: the first call plans, and one under capture finds it planned."""
     with torchs_stream(query.device):
-        out, lse = plans.of_handle(own).step(as_rows(query), key, value, lengths, scale)
+        try:
+            out, lse = plans.of_handle(own).step(as_rows(query), key, value, lengths, scale)
+        except BaseException:
+            if (layer := _of_keys.get(key.data_ptr())) is not None:  # some layers have the token, others not
+                layer.cache.behind = layer.cache.failed = True
+            raise
         return finished(out, lse, sinks, query.dtype)
 
 

@@ -27,7 +27,7 @@ NOT_ATTENDED = (
     "transformers' attention interface, has another attn_implementation, or changed the keys on the way"
 )
 
-_HALF_FILLED = "the cache was left half filled by a call that failed: cache.reset() empties it"
+HALF_FILLED = "the cache was left half filled by a call that failed: cache.reset() empties it"
 
 
 class _Updated:
@@ -57,7 +57,7 @@ def check_behind_the_first(layer: Any, new: int) -> None:
     is to have `new` more slots."""
     first = layer.cache.first
     if layer is not first and layer.slots + new != first.slots:
-        raise StateError(_HALF_FILLED)
+        raise StateError(HALF_FILLED)
 
 
 def carrying(layer: Any, keys: torch.Tensor) -> torch.Tensor:
@@ -107,7 +107,7 @@ class FullAttentionLayer(DynamicLayer):
         """Raise `StateError` where an earlier call ended between two layers, or between `update` and
         attention, which may never have come."""
         if self.slots != self.held:
-            raise StateError(_HALF_FILLED if self.module else NOT_ATTENDED)
+            raise StateError(HALF_FILLED if self.module else NOT_ATTENDED)
         check_behind_the_first(self, new)
 
     def get_seq_length(self) -> int:
@@ -123,7 +123,7 @@ class FullAttentionLayer(DynamicLayer):
             raise ArgumentError(f"crop({tokens_to_remove}): a negative number of tokens to remove is needed")
         slots = max(0, self.slots + tokens_to_remove)
         if slots > self.held:
-            raise StateError(_HALF_FILLED)
+            raise StateError(HALF_FILLED)
         if self.shard is not None:
             self.shard.rollback(np.full_like(self.shard.totals, slots))
         self.slots = self.held = slots
