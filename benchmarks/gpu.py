@@ -102,11 +102,8 @@ class Step:
         self.out = zeros(rows * width, np.float32).reshape(batch, self.queries, heads, width)
         lse = zeros(rows, np.float32).reshape(batch, heads, self.queries)
         eight = {"kv_dtype": shape.dtype, "k_scale": 1.0, "v_scale": 1.0} if "float8" in shape.dtype else {}
-        plan = functools.partial(
-            cuda.PlannedAttention,
-            *(records,),
-            **{"scale": shape.head_dim**-0.5, "tables": self.tables(), "runtime": self.runtime, **eight},
-        )
+        plan = functools.partial(cuda.PlannedAttention, records, scale=shape.head_dim**-0.5, **eight)
+        plan = functools.partial(plan, tables=self.tables(), runtime=self.runtime)
         # The second way where the first one is by clusters: as many splits as there are then.
         most = self.runtime.multiprocessors // (batch * shape.kv_heads)
         self.ways = [plan(), plan(num_splits=max(1, min(most, shape.tokens // 128)))]
