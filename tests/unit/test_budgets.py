@@ -17,8 +17,8 @@ from treeattn.cli import commands
 ROOT = Path(__file__).resolve().parents[2]
 #: Folders -> lines of Python.
 LINES = {
-    ("treeattn", "collectives"): 34_107,
-    ("tests",): 34_648,
+    ("treeattn", "collectives"): 34_103,
+    ("tests",): 34_695,
     ("benchmarks",): 1_964,
     ("tools",): 443,
     ("jobs",): 1_037,

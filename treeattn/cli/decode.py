@@ -86,8 +86,9 @@ def command(
                 "first_step_s": first,
                 "step_s": others,
             })  # fmt: skip
-    parts = (
-        Column(part, partial(lambda part, row: row["step_s"][part] * 1e6, part), microseconds)
-        for part in ("local", "reduce", "finish")
-    )
+    parts = (Column(part, partial(_median, part), microseconds) for part in ("local", "reduce", "finish"))
     return conclude(world, problem, rows, list(parts), output)
+
+
+def _median(part: str, row: Row) -> float:
+    return float(row["step_s"][part] * 1e6)

@@ -64,10 +64,7 @@ class Judge:
             ]
             for name, right in self.against.items()
         }
-        rows = {
-            name: np.swapaxes(np.isnan(right[0]).any(axis=-1), 1, 2) | np.isnan(right[1])
-            for name, right in {"": (out, lse), **self.against}.items()
-        }
+        rows = {name: _nan_rows(*right) for name, right in {"": (out, lse), **self.against}.items()}
         mine = rows.pop("")
         nan = {
             "results": int(mine.sum()),
@@ -86,6 +83,11 @@ def _expected(path: Path, problem: Problem) -> tuple[Array, Array]:
     if (out.shape, lse.shape) != (shape.q_shape, shape.lse_shape):
         raise ArgumentError(f"{path}: out and lse do not have the shapes that {problem.source} gives")
     return out, lse
+
+
+def _nan_rows(out: Array, lse: Array) -> Array:
+    """Which results [batch, heads, queries] are NaN, in part or whole."""
+    return np.swapaxes(np.isnan(out).any(axis=-1), 1, 2) | np.isnan(lse)
 
 
 def timed(

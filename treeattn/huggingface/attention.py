@@ -11,10 +11,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from treeattn.errors import ArgumentError, StateError
 from treeattn.huggingface import flash, latent, plans
 from treeattn.huggingface.fixed import FixedLayer
-from treeattn.huggingface.layers import NOT_ATTENDED, SlidingWindowLayer, of_handle, updated
+from treeattn.huggingface.layers import NOT_ATTENDED, SlidingWindowLayer, updated
 from treeattn.huggingface.mask import Mask, late_begins, mask
 from treeattn.huggingface.plans import Scoring
-from treeattn.huggingface.tensors import NO_GRAPH, all_heads, as_rows, finished, torchs_stream
+from treeattn.huggingface.tensors import NO_GRAPH, all_heads, as_rows, finished, of_handle, torchs_stream
 
 #: What models pass along and attention has nothing to do with.
 _BESIDE_ATTENTION = {

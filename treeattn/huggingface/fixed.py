@@ -11,7 +11,7 @@ import torch
 from treeattn.huggingface import plans
 from treeattn.huggingface.layers import HALF_FILLED, FullAttentionLayer, carrying, updated
 from treeattn.huggingface.plans import Scoring
-from treeattn.huggingface.tensors import as_rows, as_tensor, finished, refuse, torchs_stream
+from treeattn.huggingface.tensors import as_rows, as_tensor, finished, of_handle, refuse, torchs_stream
 
 
 def _caught_up(name: str) -> Any:
@@ -93,9 +93,8 @@ class FixedLayer(FullAttentionLayer):
             refuse("fixed=True is not for windows, softcap or tensor parallel weights: leave it out")
         rank, size = self.cache.comm.rank, self.cache.comm.size
         lengths = ((self.count + (size - 1 - rank)) // size).repeat(len(query))
-        own = self.cache.plans_handle
-        operator = torch.ops.treeattn.step
-        made: torch.Tensor = operator(query, self.k, self.v, lengths, sinks, own, scoring.scale)
+        given = query, self.k, self.v, lengths, sinks, self.cache.plans_handle, scoring.scale
+        made: torch.Tensor = torch.ops.treeattn.step(*given)
         return made
 
     def catch_up(self, slots: int) -> None:
@@ -132,12 +131,12 @@ def _step(
 ) -> torch.Tensor:
     """out [batch, 1, heads, dim] of a query [batch, heads, 1, dim] to the first `lengths` int64 [batch] of
     this rank's key and value [batch, slots, kv_heads, dim], and to those of the other ranks of the plans
-    whose handle is `own`. Collective.
+    whose handle is `own`, 0 where there are none. Collective.
 
     A CUDA graph holds what it queues: the first call plans, and one under capture finds it planned."""
     with torchs_stream(query.device):
         try:
-            out, lse = plans.of_handle(own).step(as_rows(query), key, value, lengths, scale)
+            out, lse = (of_handle(own) or plans.alone()).step(as_rows(query), key, value, lengths, scale)
         except BaseException:
             if (layer := _of_keys.get(key.data_ptr())) is not None:  # some layers have the token, others not
                 layer.cache.behind = layer.cache.failed = True

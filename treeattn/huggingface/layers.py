@@ -3,9 +3,7 @@ them lies on cache nodes."""
 
 from __future__ import annotations
 
-import itertools
 import threading
-import weakref
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -14,7 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from treeattn.errors import ArgumentError, StateError
 from treeattn.huggingface.plans import Scoring
-from treeattn.huggingface.tensors import as_tensor
+from treeattn.huggingface.tensors import as_tensor, handle_of
 
 if TYPE_CHECKING:
     from treeattn.cache.sharded import CacheLayer
@@ -85,8 +83,7 @@ class FullAttentionLayer(DynamicLayer):
         self.latents = cast("Latents | None", None)  # of which the keys are made that attention has now
         self.rank = 0  # of the latents that lie here in place of keys and values
         self.first = cast("list[torch.Tensor] | None", None)  # token's latents, and what was made of them
-        self.handle = next(_handles)
-        _of_handle[self.handle] = self
+        self.handle = handle_of(self)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any) -> Any:
         """The new keys, with this layer attached, and values. Attention then takes and appends them. Latents,
@@ -203,15 +200,6 @@ class FullAttentionLayer(DynamicLayer):
                 "must be tensor parallel over the ranks of the cache, or on none"
             )
         return True
-
-
-_handles = itertools.count(1)
-_of_handle: weakref.WeakValueDictionary[int, FullAttentionLayer] = weakref.WeakValueDictionary()
-
-
-def of_handle(handle: int) -> FullAttentionLayer | None:
-    """The layer that a compiled model names so; 0 for none."""
-    return _of_handle[handle] if handle else None
 
 
 class SlidingWindowLayer(DynamicSlidingWindowLayer):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
-import weakref
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,7 +15,7 @@ from treeattn.backends.cuda.runtime import default_runtime
 from treeattn.collectives.runtime.reducer import Owner
 from treeattn.decoder import Decoder, Reduction
 from treeattn.errors import StateError, TransportError
-from treeattn.huggingface.tensors import as_tensor
+from treeattn.huggingface.tensors import as_tensor, handle_of
 from treeattn.mpi import communicators
 
 #: Queries of a plan at most: records are held for all of them.
@@ -57,8 +55,7 @@ class Plans:
         self.comm, self._reduction = comm, reduction
         self._owner = comm.owner if comm.size > 1 else Owner("this thread's attention")
         self._decoders: dict[Any, dict[int, _Planned]] = {}  # of a kind by queries, the last used last
-        self.handle = next(_handles)
-        _of_handle[self.handle] = self
+        self.handle = handle_of(self)
 
     def attend(
         self,
@@ -147,15 +144,6 @@ class Plans:
             found = decoder, tuple(map(as_tensor, (decoder.out, decoder.lse)))
         planned[queries] = found
         return found
-
-
-_handles = itertools.count(1)
-_of_handle: weakref.WeakValueDictionary[int, Plans] = weakref.WeakValueDictionary()
-
-
-def of_handle(handle: int) -> Plans:
-    """The plans that a compiled model names so; 0 for those of this rank alone."""
-    return _of_handle[handle] if handle else alone()
 
 
 _here = threading.local()

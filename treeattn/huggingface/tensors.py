@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
+import weakref
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,22 @@ from treeattn.errors import ArgumentError
 #: Of operators that a CUDA graph would not run again: they append, send and read masks from the host. torch
 #: then captures what lies between them.
 NO_GRAPH = (torch.Tag.cudagraph_unsafe,)
+
+
+_handles = itertools.count(1)
+_of_handle: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+
+
+def handle_of(one: Any) -> int:
+    """A number by which a compiled model names it while it lives."""
+    number = next(_handles)
+    _of_handle[number] = one
+    return number
+
+
+def of_handle(handle: int) -> Any:
+    """What a compiled model names so; None for 0."""
+    return _of_handle[handle] if handle else None
 
 
 @torch._dynamo.assume_constant_result

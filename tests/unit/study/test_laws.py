@@ -29,6 +29,12 @@ def sent(schedule, records):
 # Volume
 
 
+@pytest.mark.parametrize("scheme", ["ring", "reduce_scatter_gather"])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8, 16])
+def test_every_rank_sends_what_equation_14_says(scheme, ranks):
+    assert set(sent(build(scheme, ranks), HEADS)) == {laws.tree_volume(1, HEADS, HEAD_DIM, ranks)}
+
+
 THRIFTY = ["ring", "reduce_scatter_gather", "chain", "binary_tree", "k_nomial_tree", "double_binary_tree"]
 
 
