@@ -53,6 +53,8 @@ SOURCES := setup.cfg pyproject.toml
 # Of `pip install -e`: the checkout as a path, since before setuptools' own finder a program beside a clone named
 # treeattn finds the clone, as an empty namespace. A variable, which a pip older than 22.1 passes over.
 export PIP_CONFIG_SETTINGS := editable_mode=compat
+# The tests start hundreds of processes, each of which would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTEST := $(BIN)/python -m pytest -q
 PARTS  := $(BIN)/python tools/parts.py

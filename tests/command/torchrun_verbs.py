@@ -1,6 +1,7 @@
 """What takes ``comm=`` over the ranks of torchrun, against the oracle: a program of test_torchrun.py."""
 
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.support.models import write_model
 from tests.support.torchrun import without_mpi
 from treeattn.llama import Llama, Session
 from treeattn.llama.generate import generate
+from treeattn.mpi.communicators import intracomm
 from treeattn.reference import attention
 
 BATCH, HEADS, KV_HEADS, DIM = 2, 4, 2, 16
@@ -110,6 +112,12 @@ def main():
         with Session(None, model, [3, 4, 5] * 3, capacity=20, drafts=drafts) as session:
             texts.append(generate(session, 10, drafter=lambda *_: [[3, 4]]).tokens)
     assert texts[0] == texts[1]
+    if find_spec("transformers"):
+        from tests.support.sharded_models import check_family, check_tensor_parallel
+
+        comm = intracomm(None)
+        check_family(comm, "Mistral")
+        check_tensor_parallel(comm, "Llama", comm.bcast(tempfile.mkdtemp()))
     without_mpi()
     dist.barrier()
     groups = alone, dist.new_group([0, 1]), dist.group.WORLD
