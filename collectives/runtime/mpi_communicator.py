@@ -190,25 +190,12 @@ class MpiMessages(Messages):
         self._comm = duplicate(comm) if comm.size > 1 else MPI.COMM_SELF
         self._rounds: defaultdict[int, list[MPI.Prequest]] = defaultdict(list)
 
-    def receive(self, array: Array, peer: int, number: int) -> MPI.Prequest:
-        """Plan one message of a round, whose number is its tag: a fast neighbour may be ahead."""
-        return self._planned(self._comm.Recv_init, array, peer, number)
-
-    def send(self, array: Array, peer: int, number: int) -> MPI.Prequest:
-        return self._planned(self._comm.Send_init, array, peer, number)
-
-    def _planned(
-        self, init: Callable[..., MPI.Prequest], array: Array, peer: int, number: int
-    ) -> MPI.Prequest:
-        self._rounds[number].append(init(array, peer, number))
-        self._peers[number].append(peer)
-        return self._rounds[number][-1]
-
     def add(self, number: int, receives: Iterable[PeerArray], sends: Iterable[PeerArray]) -> None:
-        for array, peer in receives:
-            self.receive(array, peer, number)
-        for array, peer in sends:
-            self.send(array, peer, number)
+        """Plan a round's, whose number is their tag: a fast neighbour may be ahead."""
+        for init, given in ((self._comm.Recv_init, receives), (self._comm.Send_init, sends)):
+            for array, peer in given:
+                self._rounds[number].append(init(array, peer, number))
+                self._peers[number].append(peer)
 
     def start(self, number: int) -> None:
         MPI.Prequest.Startall(self._rounds[number])

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 
 import numpy as np
-from mpi4py import MPI
 
 from treeattn.attention.shape import Shape
 from treeattn.backends import cpu
+from treeattn.collectives.runtime.memory import PeerArray
 from treeattn.collectives.runtime.mpi_communicator import MpiMessages
 from treeattn.collectives.runtime.operator import Operator
 from treeattn.collectives.runtime.reducer import Reducer, ReductionSpec
@@ -35,7 +36,7 @@ class QueryRing(Reducer):
         """Collective. records: [batch, heads, queries, head_dim + 2], where the result goes."""
         super().__init__("query_ring")
         self.messages = MpiMessages(reduction.comm, "query_ring")
-        self._rank, self._size = rank, size = reduction.comm.rank, reduction.comm.size
+        rank, size = reduction.comm.rank, reduction.comm.size
         cuts = [shape.kv_heads * s // size for s in range(size + 1)]
         # In the order of the hops: slice `rank` first, then those that arrive from the left.
         self._order = [(rank - hop) % size for hop in range(size)]
@@ -44,53 +45,42 @@ class QueryRing(Reducer):
         self._heads = [slice(kv.start * group, kv.stop * group) for kv in self._kv_heads]
         self._parts = [np.empty_like(records[:, heads], order="C") for heads in self._heads]
         self._attention = [cpu.PlannedAttention(part, scale=scale) for part in self._parts]
-        self._shape, self._records = shape, records
+        self._shape = shape
         self._bound: tuple[Array, Array, Array] | None = None
         self._views: list[tuple[Array, Array, Array]] = []
         self._lengths: Array | None = None
         self._taken = False
         self.sent: list[tuple[int, int]] = []  # a slice of no heads is not
-        self._plan_hops(reduction.operator)
-        self._plan_gathering()
+        self._merges = list(self._plan_hops(reduction.operator, (rank - 1) % size, (rank + 1) % size))
+        self._copies = list(self._plan_gathering(records, rank, size))
 
-    def _plan_hops(self, merge: Operator) -> None:
-        rank, size = self._rank, self._size
-        left, right = (rank - 1) % size, (rank + 1) % size
-        self._incoming: list[MPI.Prequest | None] = [None] * size
-        self._outgoing: list[MPI.Prequest | None] = [None] * size
-        self._merges: dict[int, Callable[[], object]] = {}
-        for hop, part in enumerate(self._parts):
-            if not part.size:
-                continue
-            if hop:
-                arrived = np.empty_like(part)
-                self._incoming[hop] = self.messages.receive(arrived, left, hop - 1)
-                self._merges[hop] = merge.planned_merge(
-                    part.reshape(-1, merge.width), arrived.reshape(-1, merge.width)
-                )
-            if hop < size - 1:
-                self._outgoing[hop] = self.messages.send(part, right, hop)
-                self.sent.append((right, part.nbytes))
+    def _plan_hops(self, merge: Operator, left: int, right: int) -> Iterator[Callable[[], object]]:
+        """Round `hop` of the messages passes this hop's slice on, and brings the next one, which merges."""
+        for hop, (part, following) in enumerate(pairwise(self._parts)):
+            arrived = np.empty_like(following)
+            self._add(hop, [(arrived, left)], [(part, right)])
+            flat = (array.reshape(-1, merge.width) for array in (following, arrived))
+            yield merge.planned_merge(*flat) if following.size else tuple
 
-    def _plan_gathering(self) -> None:
-        """The last slice of the order is whole on this rank; slice s comes whole from rank s - 1."""
-        rank, size = self._rank, self._size
+    def _plan_gathering(self, records: Array, rank: int, size: int) -> Iterator[tuple[Array, Array]]:
+        """The last slice of the order is whole on this rank; slice s comes whole from rank s - 1. What is to
+        be copied at last: into, from."""
         whole = self._parts[-1]
-        others = [r for r in range(size) if r != rank] if whole.size else []
-        self._gives = [self.messages.send(whole, r, size) for r in others]
-        self.sent += [(r, whole.nbytes) for r in others]
-        self._takes: list[MPI.Prequest] = []
-        self._copies = [(self._records[:, self._heads[-1]], whole)]
+        yield records[:, self._heads[-1]], whole
+        takes = []
         for s, heads in zip(self._order[:-1], self._heads, strict=False):
-            place = self._records[:, heads]
-            if not place.size:
-                continue
+            place = records[:, heads]
             target = place if place.flags.c_contiguous else np.empty_like(place, order="C")
-            self._takes.append(self.messages.receive(target, (s - 1) % size, size))
+            takes.append((target, (s - 1) % size))
             if target is not place:
-                self._copies.append((place, target))
-        self._receives = [request for request in self._incoming if request] + self._takes
-        self._sends = [request for request in self._outgoing if request] + self._gives
+                yield place, target
+        self._add(size - 1, takes, [(whole, other) for other in range(size) if other != rank])
+
+    def _add(self, number: int, receives: list[PeerArray], sends: list[PeerArray]) -> None:
+        """A round of the messages, without those of no heads."""
+        receives, sends = ([one for one in given if one[0].size] for given in (receives, sends))
+        self.messages.add(number, receives, sends)
+        self.sent += [(peer, array.nbytes) for array, peer in sends]
 
     def take(self, q: Array, k: Array, v: Array, lengths: Array | None = None) -> None:
         super()._check()
@@ -109,30 +99,21 @@ class QueryRing(Reducer):
 
     def _begin(self) -> None:
         """Contribute to the slice that starts here and send it on its way."""
-        MPI.Prequest.Startall(self._receives)
         self._attend(0)
-        self._pass_on(0)
+        self.messages.start(0)
 
     def _attend(self, hop: int) -> None:
         if self._parts[hop].size:
             self._attention[hop](*self._views[hop], self._lengths)
 
-    def _pass_on(self, hop: int) -> None:
-        outgoing = self._outgoing[hop]
-        if outgoing:
-            outgoing.Start()
-
     def _complete(self) -> None:
-        """Contribute to the slices that pass by, then gather all of them."""
-        for hop in range(1, len(self._parts)):
-            self._attend(hop)
-            incoming = self._incoming[hop]
-            if incoming:
-                incoming.Wait()
-                self._merges[hop]()
-            self._pass_on(hop)
-        MPI.Prequest.Startall(self._gives)
-        MPI.Prequest.Waitall(self._takes + self._sends)
+        """Contribute to the slices that pass by; the last round gathers all of them."""
+        for hop, merge in enumerate(self._merges):
+            self._attend(hop + 1)
+            self.messages.wait(hop)
+            merge()
+            self.messages.start(hop + 1)
+        self.messages.wait(len(self._merges))
         for place, whole in self._copies:
             np.copyto(place, whole)
         self._taken = False
