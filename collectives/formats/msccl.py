@@ -91,8 +91,9 @@ class _Reader:
                 )
             self.operations[operation].after.append(self.steps[wanted])
         self._connect()
-        program = BufferProgram(self.operations, self.size, self.chunks, self.result, self.in_place)
-        return program.schedule(self.algorithm.get("name") or "msccl")
+        name = self.algorithm.get("name") or "msccl"
+        made = Schedule(name, self.size, self.chunks, (), self.result)
+        return BufferProgram(self.operations, made, self.in_place).schedule()
 
     def _block(self, gpu: Element, block: Element) -> list[tuple[int, tuple[int, int, int]]]:
         rank, number, waits = _number(gpu, "id"), _number(block, "id"), []
