@@ -19,7 +19,6 @@ from treeattn.collectives.combinators import (
     side_by_side,
     then,
     to_root,
-    with_chunks,
 )
 from treeattn.collectives.schedule import Schedule, Transfer
 
@@ -40,5 +39,4 @@ __all__ = [
     "side_by_side",
     "then",
     "to_root",
-    "with_chunks",
 ]

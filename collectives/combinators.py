@@ -72,15 +72,6 @@ def on_chunks(rounds: Iterable[Round], first: int, width: int = 1) -> tuple[Roun
     )
 
 
-def with_chunks(rounds: Iterable[Round], count: int) -> tuple[Round, ...]:
-    """Rounds of one chunk, made to move the chunks ``0 .. count - 1`` instead.
-
-    >>> with_chunks(((Transfer(1, 0),),), 3)[0][0].chunks
-    range(0, 3)
-    """
-    return tuple(tuple(t._replace(chunks=range(count)) for t in round_) for round_ in rounds)
-
-
 def runs_of(chunks: Iterable[int]) -> Iterator[range]:
     """The chunks, in whatever order, as the longest ranges of neighbours."""
     for _, run in groupby(enumerate(sorted(chunks)), key=lambda place: place[1] - place[0]):

@@ -22,7 +22,7 @@ SC 2025, arXiv:2508.17311; the distances are those of Swing (De Sensi et al., NS
 
 from __future__ import annotations
 
-from treeattn.collectives.combinators import fold_onto, on_ranks, reversed_as_copies, then, with_chunks
+from treeattn.collectives.combinators import fold_onto, on_chunks, on_ranks, reversed_as_copies, then
 from treeattn.collectives.schedule import Round, Schedule, Transfer
 
 
@@ -35,7 +35,7 @@ def bine(size: int, form: str = "latency") -> Schedule:
     else:
         chunks, halve = core_size, _halves(core_size)
         exchange = then(halve, reversed_as_copies(halve))
-    fold = with_chunks(fold, chunks)
+    fold = on_chunks(fold, 0, chunks)
     rounds = then(fold, on_ranks(exchange, core), reversed_as_copies(fold))
     return Schedule("bine", size, chunks, rounds)
 

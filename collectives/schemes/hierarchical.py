@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from itertools import takewhile
 
-from treeattn.collectives.combinators import on_ranks, reversed_as_copies, side_by_side, then, with_chunks
+from treeattn.collectives.combinators import on_chunks, on_ranks, reversed_as_copies, side_by_side, then
 from treeattn.collectives.schedule import Round, Schedule
 from treeattn.errors import RestrictionError
 
@@ -37,7 +37,7 @@ def hierarchical(
             "take one that leaves it on every rank"
         )
     gather = side_by_side(*(on_ranks(_way_up(inner(len(node))), node) for node in nodes))
-    up = with_chunks(gather, across.chunks)
+    up = on_chunks(gather, 0, across.chunks)
     leaders = on_ranks(across.rounds, [node[0] for node in nodes])
     return Schedule("hierarchical", size, across.chunks, then(up, leaders, reversed_as_copies(up)))
 

@@ -14,7 +14,7 @@ Gropp, IJHPCA 2005.
 
 from __future__ import annotations
 
-from treeattn.collectives.combinators import fold_onto, reversed_as_copies, then, with_chunks
+from treeattn.collectives.combinators import fold_onto, on_chunks, reversed_as_copies, then
 from treeattn.collectives.schedule import Round, Schedule, Transfer
 
 
@@ -22,7 +22,7 @@ def reduce_scatter_gather(size: int, order: str = "far") -> Schedule:
     """Recursive halving, then recursive doubling (Rabenseifner)."""
     core_size = 1 << (size.bit_length() - 1)
     core, fold = fold_onto(core_size, size)
-    fold = with_chunks(fold, core_size)
+    fold = on_chunks(fold, 0, core_size)
     distances = [1 << bit for bit in range(core_size.bit_length() - 1)]
     if order == "far":
         distances.reverse()
