@@ -13,7 +13,6 @@ from tests.support.examples import run_examples
 from treeattn import cache_nodes, collectives, reference
 from treeattn.attention.shape import CACHE_DTYPES
 from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, StateError
-from treeattn.token_tree import TokenTree
 
 LAYERS, KV_HEADS, HEADS, HEAD_DIM = 2, 2, 4, 16
 SHAPE = {"layers": LAYERS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "float32"}
@@ -87,34 +86,25 @@ def one_token_of_all_layers(cache, dense, tokens, counts, rules, begins):
 
 
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "latent"])
-def test_8_bits_and_token_trees_are_exact(comm, kind):
-    """Drafts of a tree, after any context; what is accepted of them is appended, saved, loaded."""
+def test_types_of_caches_are_exact(comm, kind):
+    """What is appended, saved and loaded, by a query that appends nothing."""
     latent, bits = kind == "latent", kind.startswith("float8")
     dtype = "float32" if latent else kind
     scales = {"k_scale": [0.5, 2.0], "v_scale": 0.25} if bits else {}
     shape = {"layers": 1, "kv_heads": 2, "head_dim": 24, "v_dim": 16, "dtype": dtype, **scales}
-    parents = np.array([[-1, 0, 0, 1, 2, 4], [-1, 0, 1, 2, -1, -1]])
-    tree = TokenTree.from_parents(np.zeros((2, 6), int), parents, [6, 4])
     draw, elements = np.random.default_rng(8), CACHE_DTYPES[dtype]
     q = draw.standard_normal((2, 6, 4, 24)).astype("f4" if bits else elements)
     k, v = (draw.standard_normal((2, 11, 2, width)).astype(elements) for width in (24, 16))
-    drafts = [draw.standard_normal((2, 6, 2, width)).astype(elements) for width in (24, 16)]
 
     def check(cache, tokens):
-        held = [array[:, :tokens] for array in (k, v)]
-        given = (drafts[0], None) if latent else drafts
-        sent, planned = cache._link.tree.messages, len(cache._attention)
-        asked = q.view("u2") if kind == "bfloat16" and tokens else q  # its bits
-        out, lse = cache.verify(0, asked, *given, tree, scale=0.2)
-        calls, children = 1 + len(cache._attention) - planned, cache._link.tree.children
-        assert cache._link.tree.messages - sent == calls * len(children)
-        exact = [np.concatenate(both, 1).astype(np.float64) for both in zip(held, drafts, strict=True)]
+        asked = q.view("u2") if kind == "bfloat16" else q  # its bits
+        out, lse = cache.step(0, asked, scale=0.2, rules=treeattn.Rules())
+        exact = [array[:, :tokens].astype(np.float64) for array in (k, v)]
         if latent:
             exact[1] = exact[0][..., :16]
         if bits:
             exact = [exact[0] * np.array([0.5, 2.0])[:, None], exact[1] * 0.25]
-        before = np.ones((2, 6, tokens), bool)
-        seen = np.concatenate([before, tree.mask], 2) & tree.real[:, :, None]
+        seen = np.ones((2, 6, tokens), bool)
         wanted = reference.attention(q.astype(np.float64), *exact, scale=0.2, seen=seen)
         for got, right in zip((out, lse), wanted, strict=True):
             np.testing.assert_allclose(got, right, rtol=0, atol=2e-5)
@@ -122,7 +112,6 @@ def test_8_bits_and_token_trees_are_exact(comm, kind):
     def model(nodes):
         cache = nodes.cache(batch=2, capacity=40, latent=latent, **shape)
         folder = tempfile.mkdtemp()
-        check(cache, 0)
         for begin, end in ((0, 7), (7, 8), (8, 11)):
             new = k[:, begin:end], None if latent else v[:, begin:end]
             cache.append(0, *(one.view("u1") if bits else one for one in new))
@@ -131,19 +120,6 @@ def test_8_bits_and_token_trees_are_exact(comm, kind):
         cache.save(f"{folder}/cache")
         check(nodes.load(f"{folder}/cache"), 11)
         shutil.rmtree(folder)
-        few = drafts[0][:, :5], None if latent else drafts[1][:, :5]
-        for words, wrong in (
-            ("the tree has 2 rows of 6 slots, but q is of 2 rows of 5", (q[:, :5], *few, tree)),
-            ("draft_k is of 5 tokens, and q of 6", (q, *few, tree)),
-            (
-                "draft_k is float64, expected",
-                (q, drafts[0].astype(float), None if latent else drafts[1], tree),
-            ),
-            ("draft_k is missing", (q, None, None, tree)),
-            ("tree is a list", (q[:, :5], *few, [[-1]])),
-        ):
-            with pytest.raises(ArgumentError, match=words):
-                cache.verify(0, *wrong, scale=0.2)
 
     meet(comm, model)
 

@@ -23,8 +23,6 @@ from treeattn.cache_nodes.tree import NodeLink
 from treeattn.cache_nodes.view import CachePlan, View, ViewAttention
 from treeattn.errors import ArgumentError
 from treeattn.partial import Array
-from treeattn.token_tree.tree import TokenTree
-from treeattn.token_tree.verify import blank_pads, check_tree
 
 _MOST_QUERIES = 512  # in one step: a longer prompt goes in pieces of so many, then of smaller powers of two
 _CAUSAL = Rules(causal=True)
@@ -126,51 +124,6 @@ class RemoteCache:
         out, lse = zip(*results, strict=True)
         return np.concatenate(out, 1), np.concatenate(lse, 2)
 
-    def verify(
-        self,
-        layer: int,
-        q: AnyArray,
-        draft_k: AnyArray,
-        draft_v: AnyArray | None,
-        tree: TokenTree,
-        *,
-        scale: float | None = None,
-    ) -> Pair:
-        """Attend from the nodes of a token tree to all tokens of a layer and to their ancestors, in one step.
-
-        Drafts stay here, where they are counted, and are forgotten: `append` those that are kept.
-
-        Parameters
-        ----------
-        layer : int
-        q, draft_k, draft_v : [batch, L, heads or kv_heads, head_dim]
-            Of the drafts.
-        tree : TokenTree
-            Of `batch` rows and L slots.
-        scale
-            As of `decode`.
-
-        Returns
-        -------
-        out : [batch, L, heads, head_dim]
-        lse : [batch, heads, L]
-            As `treeattn.verify` gives them, until the next step; 0 and -inf in pads.
-
-        Raises
-        ------
-        ArgumentError
-            What does not fit: before anything is sent.
-        """
-        self._check_scale(scale)
-        if draft_k is None:
-            raise ArgumentError("draft_k is missing: drafts have keys and values of their own")
-        query, *drafts = self._checked(layer, q, draft_k, draft_v, "draft_")
-        check_tree(tree, *query.shape[:2])
-        given = drafts[0], drafts[-1][..., : self._plan.v_dim], tree.mask & tree.real[:, :, None]
-        out, lse = self._step(layer, (query,), None, None, scale, Rules(), given)
-        blank_pads(tree, out, lse)
-        return out, lse
-
     def append(
         self, layer: int, k: AnyArray, v: AnyArray | None = None, *, counts: ArrayLike | None = None
     ) -> None:
@@ -190,9 +143,7 @@ class RemoteCache:
         begins: Array | None,
         scale: float | None,
         rules: Rules,
-        drafts: tuple[Array, ...] = (),
     ) -> Pair:
-        """drafts: keys, values and mask of what q sees beside the cache."""
         link, (queries, heads) = self._link, given[0].shape[1:3]
         shape = self._shape(self.batch, queries, heads)
         view = View(shape, shape.logit_scale(scale), _of_the_last(rules) if queries == 1 else rules)
@@ -205,9 +156,8 @@ class RemoteCache:
         link.busy = True
         self._send(layer, number, tokens, counts, begins, given)
         attention, totals = self._attention[number], self.totals[layer]
-        k, v, *mask = drafts or attention.nothing
-        stands = totals - (queries - tokens)
-        got = attention(given[0], k, v, None, (), stands, begins, *mask)
+        k, v = attention.nothing
+        got = attention(given[0], k, v, None, (), totals - (queries - tokens), begins)
         totals += tokens if counts is None else counts
         link.busy = False
         return got
@@ -262,12 +212,7 @@ class RemoteCache:
         self.totals, self.capacity = self.totals[:, rows], capacity
 
     def _checked(
-        self,
-        layer: int,
-        q: AnyArray | None,
-        k: AnyArray | None,
-        v: AnyArray | None,
-        what: str = "",
+        self, layer: int, q: AnyArray | None, k: AnyArray | None, v: AnyArray | None
     ) -> tuple[Array, ...]:
         """Those that are given, as NumPy arrays that fit this cache. Raises `ArgumentError`, and `StateError`
         where the nodes have ended."""
@@ -279,10 +224,9 @@ class RemoteCache:
             raise ArgumentError("v is not needed: the values are the first channels of k, pass None")
         if not plan.latent and (k is None) != (v is None):
             raise ArgumentError("k and v come together, or neither of them")
-        every = ("q", q), (f"{what}k", k), (f"{what}v", v)
         named = [
             (name, np.ascontiguousarray(arrays.on_host(name, array)))  # as they travel
-            for name, array in every
+            for name, array in (("q", q), ("k", k), ("v", v))
             if array is not None
         ]
         for name, array in named:
@@ -294,9 +238,9 @@ class RemoteCache:
             shape.check_query(given[0])
         if k is not None:
             keys, *values = given if q is None else given[1:]
-            shape.check_cache(keys, values_of(keys, values[0] if values else None, plan.v_dim, 1.0), what)
+            shape.check_cache(keys, values_of(keys, values[0] if values else None, plan.v_dim, 1.0))
             if keys.shape[1] != queries:
-                raise ArgumentError(f"{what}k is of {keys.shape[1]} tokens, and q of {queries}")
+                raise ArgumentError(f"k is of {keys.shape[1]} tokens, and q of {queries}")
         if k is None and (self.totals[layer] < queries).any():
             raise ArgumentError(
                 f"q is of the last {queries} tokens, and a sequence has fewer in layer {layer}"

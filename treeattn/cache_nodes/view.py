@@ -79,13 +79,11 @@ class ViewAttention:
         positions: Positions,
         first: Array,
         begins: Array | None,
-        mask: Array | None = None,
     ) -> Pair:
-        """A step. positions: of this rank's tokens; first: where the first query of each sequence stands;
-        mask: who sees which of the last tokens, where others see all."""
+        """A step. positions: of this rank's tokens; first: where the first query of each sequence stands."""
         self._q[...] = q
         if self._plain and begins is None:
-            return self._decoder(self._q, k, v, lengths, mask=mask)
+            return self._decoder(self._q, k, v, lengths)
         stands = first[:, None] + self._queries if self._positional else None
         shard = Shard(k, v, lengths, positions=positions)
         return self._decoder(self._q, shard, q_positions=stands, begins=begins)
