@@ -47,6 +47,7 @@ def test_python_blocks_run_in_order(page, capsys):
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "py")], ids=lambda page: page.name)
+@pytest.mark.slow
 def test_python_blocks_that_need_torch(page):
     """They stand as `py`, after the others."""
     pytest.importorskip("torch", reason="torch is not installed (the extra `oracle`)")

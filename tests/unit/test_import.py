@@ -35,6 +35,7 @@ def copied(request, tmp_path) -> Path:
 
 
 @pytest.mark.parametrize("copied", ["numpy", "a b/treeattn"], indirect=True)
+@pytest.mark.slow
 def test_tests_are_collected_in_a_folder_of_any_name(copied):
     """`git clone` makes a folder named treeattn, which pytest must not take for the package."""
     file = str(TESTS.relative_to(ROOT))

@@ -54,6 +54,7 @@ def test_what_is_removed_is_gone(line):
             assert not [*place.parent.glob(f"{place.name}.py"), *place.glob("*.py")]
 
 
+@pytest.mark.slow
 def test_nothing_removed_is_named():
     """A text without the words of a name is not searched for its pattern, which takes far longer."""
     rows = [(line, set(re.findall(r"\w+", line.split()[-1].rpartition(".")[2]))) for line in REMOVED]

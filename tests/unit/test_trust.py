@@ -39,6 +39,7 @@ def calls():
     return found
 
 
+@pytest.mark.slow
 def test_no_input_is_run():
     assert not {(file, name) for file, _, name in calls() if name.startswith(RUNS) or name in NAMED}
 

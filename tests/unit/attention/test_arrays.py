@@ -174,6 +174,7 @@ def test_results_come_back_in_kind() -> None:
     assert not np.shares_memory(lse.array, RESULTS[1])
 
 
+@pytest.mark.slow
 def test_torch() -> None:
     torch = pytest.importorskip("torch", reason="torch is not installed (the extra `oracle`)")
     tensor = torch.arange(24, dtype=torch.float32).reshape(1, 2, 3, 4)

@@ -86,6 +86,7 @@ def compilations(tmp_path, as_cc):
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_processes_that_start_together_compile_once(cache, path, start, compilations):
     """The file is found again, and nothing lies beside it."""
     processes = [start(after="print(compile.library('portable').seven())") for _ in range(4)]

@@ -100,6 +100,7 @@ def test_what_does_not_fit(call, words):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
 def test_tensors_of_torch_are_taken(dtype):
     """Their types are no types of NumPy's; the cache may be planned with them, too."""
     torch = pytest.importorskip("torch")

@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.drawn import sample
 
+pytestmark = pytest.mark.slow  # real ranks
 ROOT = Path(__file__).resolve().parents[3]
 JOBS = ROOT / "jobs"
 CACHE = ROOT / "tests/data/smollm2_layer17_4096.safetensors"

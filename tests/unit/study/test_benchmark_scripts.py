@@ -49,6 +49,7 @@ def published(tmp_path):
     return tmp_path / "made.csv"
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_as_simulated_is_predicted(published, tmp_path):
     pytest.importorskip("scipy")
     out = tmp_path / "found.json"

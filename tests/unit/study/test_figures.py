@@ -89,6 +89,7 @@ def test_predicted_against_measured():
 
 
 @pytest.mark.parametrize(("form", "start"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+@pytest.mark.slow
 def test_files_are_the_same_whenever_they_are_drawn(sizes, form, start):
     first, second = (figures.content(figures.time(sizes, 3.3), form) for _ in range(2))
     assert first == second

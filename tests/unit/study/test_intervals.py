@@ -115,6 +115,7 @@ MANY_PRICES = product(
 
 
 @pytest.mark.parametrize(("name", "scheme"), sample(3, MANY_PRICES))
+@pytest.mark.slow
 def test_of_machines_that_are_drawn_intervals_hold_95_in_100(name, scheme):
     """Within 2 points, by full simulations of 64 ranks: the sum along one critical path is enough."""
     cluster, factors = replace(description.load(name), scatter=0.0, drift=0.0), default_rng(1)

@@ -56,6 +56,7 @@ def simulated(machine, scheme, payload):
 
 
 @pytest.mark.parametrize(("nodes", "slots"), sample(1, [(4, 2), (2, 3), (2, 4), (3, 1)], seed=3))
+@pytest.mark.slow
 def test_what_is_fitted_predicts_other_schemes_and_sizes(nodes, slots):
     truth = machine(nodes, slots)
     wanted = list(probes(groups(truth)))
