@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
@@ -108,17 +108,23 @@ def svg(
     title, facts = headline(schedule, layout.nodes)
     items = _legend_items(layout) + ([("critical", "critical path", 130)] if critical else [])
     needed = [24 + 9 * len(title), 24 + 7 * len(facts), 30 + sum(item_width for *_, item_width in items)]
-    width = max(layout.right + 8, *needed)
-    height = layout.bottom + 40
+    size = f"{max(layout.right + 8, *needed):.0f}", f"{layout.bottom + 40:.0f}"
     body = [*draw_lanes(layout), *draw_rounds(layout, critical), *_legend(items, layout.bottom + 22)]
+    return page(size, title, facts, CRITICAL if critical else "", _heads(), body)
+
+
+def page(
+    size: tuple[str, str], title: str, facts: str, style: str, defs: Iterable[str], body: Iterable[str]
+) -> str:
+    """A standalone file of a drawing of that width and height. style, defs: what it has besides `STYLE`."""
+    width, height = size
     return "\n".join(
         [
-            '<svg xmlns="http://www.w3.org/2000/svg" class="schedule" '
-            f'viewBox="0 0 {width:.0f} {height:.0f}" width="{width:.0f}" height="{height:.0f}" '
-            f'role="img" aria-label="{escape(title)}">',
-            f"<style>{STYLE}{CRITICAL if critical else ''}</style>",
-            *heads(),
-            f'<rect class="paper" width="{width:.0f}" height="{height:.0f}"/>',
+            f'<svg xmlns="http://www.w3.org/2000/svg" class="schedule" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" role="img" aria-label="{escape(title)}">',
+            f"<style>{STYLE}{style}</style>",
+            *defs,
+            f'<rect class="paper" width="{width}" height="{height}"/>',
             f'<text class="title" x="16" y="27">{escape(title)}</text>',
             f'<text class="faint" x="16" y="45">{escape(facts)}</text>',
             *body,
@@ -154,7 +160,7 @@ def last_arrivals(schedule: Schedule) -> list[int]:
     return last
 
 
-def heads() -> Iterator[str]:
+def _heads() -> Iterator[str]:
     yield "<defs>"
     for kind in ("merge", "copy"):
         yield (

@@ -11,7 +11,7 @@ from itertools import accumulate
 from treeattn.collectives.clusters.critical_path import critical_path
 from treeattn.collectives.clusters.placement import node_groups
 from treeattn.collectives.clusters.simulate import MessageEvent, Simulation
-from treeattn.collectives.drawings.svg import CRITICAL, STYLE, svg
+from treeattn.collectives.drawings.svg import CRITICAL, page, svg
 from treeattn.errors import RestrictionError
 
 RANK_LIMIT = 128
@@ -51,24 +51,15 @@ def timeline(simulation: Simulation, span: float | None = None) -> str:
     bottom = max(lane.values()) + _LANE
     where = f"{schedule.size} ranks on {simulation.cluster.name}"
     title = f"{schedule.name}, {where}, simulated: {simulation.time:.1f} µs"
-    width = _LEFT + _WIDTH + 24
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" class="schedule" viewBox="0 0 {width} {bottom + 16}" '
-            f'width="{width}" height="{bottom + 16}" role="img" aria-label="{escape(title)}">',
-            f"<style>{STYLE}{_MORE}{CRITICAL}</style>",
-            _HATCH,
-            f'<rect class="paper" width="{width}" height="{bottom + 16}"/>',
-            f'<text class="title" x="16" y="27">{escape(title)}</text>',
-            f'<text class="faint" x="16" y="45">{_LEGEND}</text>',
-            *(_node(index, node, lane) for index, node in enumerate(nodes) if gap),
-            *_scale(span or simulation.time, scale, bottom),
-            *(part for rank in lane for part in _lane(simulation, rank, lane, scale)),
-            *(_flight(simulation, flight, lane, scale) for flight in simulation.flights),
-            *_critical(simulation, lane, scale),
-            "</svg>\n",
-        ]
-    )
+    body = [
+        *(_node(index, node, lane) for index, node in enumerate(nodes) if gap),
+        *_scale(span or simulation.time, scale, bottom),
+        *(part for rank in lane for part in _lane(simulation, rank, lane, scale)),
+        *(_flight(simulation, flight, lane, scale) for flight in simulation.flights),
+        *_critical(simulation, lane, scale),
+    ]
+    size = str(_LEFT + _WIDTH + 24), str(bottom + 16)
+    return page(size, title, _LEGEND, _MORE + CRITICAL, [_HATCH], body)
 
 
 def ticks(time: float) -> list[float]:
