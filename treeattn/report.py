@@ -71,14 +71,9 @@ def plain(text: str) -> str:
 
 @dataclass(slots=True)
 class Report:
-    """Facts for a program, and tables and lines that show them to a reader.
-
-    facts: what JSON holds. machine: facts of where it was measured, as `study.environment.machine` gives
-    them; they join the others, and a ``warning`` among them becomes the last note.
-    """
+    """Facts for a program, what JSON holds, and tables and lines that show them to a reader."""
 
     facts: Mapping[str, object] | Sequence[object]
-    machine: Mapping[str, object] = field(default_factory=dict)
     _parts: list[Callable[[Console, bool], None]] = field(default_factory=list)
 
     def line(self, text: str = "", style: str | None = None) -> None:
@@ -130,13 +125,9 @@ class Report:
         )  # fmt: skip
         for part in self._parts:
             part(screen, wide)
-        if warning := self.machine.get("warning"):
-            screen.print(f"note: {warning}", style="dim")
 
     def json(self) -> bytes:
-        """Encode the facts, those of the machine last."""
-        facts = {**self.facts, **self.machine} if isinstance(self.facts, Mapping) else self.facts
-        return as_json(facts)
+        return as_json(self.facts)
 
 
 class Progress:
@@ -170,9 +161,9 @@ class Progress:
             self(self._text)
 
 
-def as_json(facts: object, indent: int | None = 1, separators: tuple[str, str] | None = None) -> bytes:
+def as_json(facts: object) -> bytes:
     """Encode strict JSON, one fact per line; numbers that JSON lacks become strings ("inf", "nan")."""
-    text = json.dumps(_finite(facts), indent=indent, separators=separators, allow_nan=False)
+    text = json.dumps(_finite(facts), indent=1, allow_nan=False)
     return (text + "\n").encode()
 
 

@@ -14,20 +14,20 @@ import ctypes
 from mpi4py import MPI
 
 from treeattn.collectives.libraries.collective import CollectiveReducer
-from treeattn.collectives.runtime.operator import CompiledOperator
+from treeattn.collectives.runtime.operator import NativeOperator
 from treeattn.collectives.runtime.reducer import ReductionSpec
 from treeattn.errors import BackendError
 
 
 class MpiAllreduce(CollectiveReducer):
     """The library's own allreduce: a call is MPI_Allreduce; ``start()`` and ``wait()`` are MPI_Iallreduce,
-    which may choose another algorithm. Its operator is a `CompiledOperator`.
+    which may choose another algorithm. Its operator is a `NativeOperator`.
     """
 
     one_collective = True
 
     def __init__(self, reduction: ReductionSpec) -> None:
-        operator: CompiledOperator = reduction.operator
+        operator: NativeOperator = reduction.operator
         self._op = _operator(operator.mpi_function())
         super().__init__("mpi_allreduce", reduction)
         self._record = MPI._typedict[operator.dtype.char].Create_contiguous(operator.width).Commit()

@@ -66,13 +66,6 @@ class OneSidedOperator(Operator, Protocol):
         """
 
 
-class CompiledOperator(Operator, Protocol):
-    """An operator that has a compiled form."""
-
-    def mpi_function(self) -> int:
-        """Address of an MPI_User_function that merges records. Raises `BackendError` where there is none."""
-
-
 class NativeCode(NamedTuple):
     """Addresses of C functions, which live as long as the process."""
 
@@ -87,6 +80,9 @@ class NativeOperator(Operator, Protocol):
 
     def native_code(self) -> NativeCode:
         """The merge, and what runs a whole step of it. Raises `BackendError` where there is none."""
+
+    def mpi_function(self) -> int:
+        """Address of an MPI_User_function that merges records. Raises as `native_code`."""
 
 
 class Columns(NamedTuple):

@@ -28,10 +28,11 @@ def shown(made: Report, wide: bool = False, file: io.StringIO | None = None) -> 
 
 
 def test_the_rows_of_the_table_are_those_of_the_file():
-    made = Report({"rows": ROWS}, machine={"ranks": 2, "warning": "too many"})
+    made = Report({"rows": ROWS, "ranks": 2})
     made.line(":x: schemes")
     made.table(ROWS, COLUMNS)
     made.note(None)
+    made.note("too many")
     lines = [line.split() for line in shown(made).splitlines()]
     assert lines == [
         [":x:", "schemes"], ["name", "time,", "µs"], ["chain", "1,234"], [":ring:", "-"],
@@ -39,7 +40,7 @@ def test_the_rows_of_the_table_are_those_of_the_file():
     ]  # fmt: skip
     assert shown(made, wide=True).splitlines()[3].split() == [":ring:", "-", "inf"]
     facts = json.loads(made.json(), parse_constant=pytest.fail)
-    assert facts == {"rows": [ROWS[0], ROWS[1] | {"bound": "inf"}], "ranks": 2, "warning": "too many"}
+    assert facts == {"rows": [ROWS[0], ROWS[1] | {"bound": "inf"}], "ranks": 2}
 
 
 def test_rows_may_be_objects():

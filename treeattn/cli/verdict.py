@@ -146,7 +146,8 @@ def conclude(
     if world.rank:
         return int(not passed)
     output.tensors(out, lse, scale=repr(problem.scale), scheme=rows[-1]["scheme"])
-    made = Report(problem.described | {"schemes": [row["scheme"] for row in rows], "results": rows}, machine)
+    results = {"schemes": [row["scheme"] for row in rows], "results": rows}
+    made = Report(problem.described | results | machine)
     ranks, nodes = len(machine["ranks"]), len({one["node"] for one in machine["ranks"]})
     where = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, {problem.layout} shards"
     made.line(f"{problem.source.name}: {problem.held}, {problem.heads}")
@@ -175,6 +176,7 @@ def conclude(
             made.line(f"{row['scheme']}: {_about_nan(row['nan'])}")
     if output.out is not None:
         made.text(f"out and lse are in {output.out}")
+    made.note(machine["warning"])
     output.report(made)
     return int(not passed)
 
