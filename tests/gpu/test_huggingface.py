@@ -2,6 +2,7 @@
 ones on two ranks."""
 
 import copy
+import functools
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ if not torch.cuda.is_available():
     pytest.skip("this torch has no CUDA", allow_module_level=True)
 
 from tests.gpu import graph_over_ranks  # noqa: E402
+from tests.support.sharded_models import check_text, way_of  # noqa: E402
 from tests.support.tiny_models import logits_of, padded, prompt, wide  # noqa: E402
 from tests.support.torchrun import torchrun  # noqa: E402
 from treeattn import huggingface  # noqa: E402
@@ -65,14 +67,11 @@ def test_logits_of_a_family(family, kind):
         assert ours <= 1.5 * its
 
 
-@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}], ids=str)
+@pytest.mark.parametrize("way", ["greedy", "beams", "prompt lookup"])
 def test_a_way_of_generate(way):
-    model, ids = on_the_gpu("Llama", "float32"), prompt().to("cuda")
-    given = {"max_new_tokens": 8, "do_sample": False} | way
-    wanted = model.generate(ids, **given).tolist()
-    model.set_attn_implementation("treeattn")
-    cache = huggingface.ShardedKV(model.config, capacity=16)
-    assert model.generate(ids, cache=cache, **given).tolist() == wanted
+    ids, given = way_of("Llama", way, 1)
+    cache_of = functools.partial(huggingface.ShardedKV, capacity=16)
+    check_text(on_the_gpu("Llama", "float32"), ids.to("cuda"), cache_of, **given)
 
 
 def test_a_prompt_computed_once(tmp_path):

@@ -34,6 +34,21 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.filterwarnings("default"))
 
 
+@pytest.fixture
+def gpu(comm):
+    """The emulated GPU of this rank, on which models come to lie."""
+    from tests.support.cuda_tensors import models_on_gpu
+
+    with models_on_gpu(comm.rank) as runtime:
+        yield runtime
+
+
+@pytest.fixture
+def folder(comm, tmp_path):
+    """One for all ranks."""
+    return comm.bcast(str(tmp_path))
+
+
 @pytest.fixture(scope="module")
 def group():
     """torch's own ranks, of the same job, for transformers' tensor parallel layers."""

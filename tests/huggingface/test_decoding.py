@@ -1,52 +1,56 @@
 """Every way of generate() goes on as with transformers' own attention, and all ranks alike."""
 
+import functools
+
 import pytest
 import torch
 import transformers
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.support.sharded_models import WAYS, check_text, way_of
 from tests.support.tiny_models import assert_close, made, padded, prompt
-from treeattn import huggingface
+from treeattn import cache_nodes, huggingface
 from treeattn.errors import ArgumentError, StateError
 
-WAYS = {
-    "greedy": {},
-    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
-    "beams": {"num_beams": 3},
-    "beam sampling": {"do_sample": True, "num_beams": 3},
-    "return sequences": {"do_sample": True, "num_return_sequences": 3},
-    "prompt lookup": {"prompt_lookup_num_tokens": 4},
-    "assistant": {"assistant_model": "a smaller one"},
-    "repetition penalty": {"repetition_penalty": 1.3},
-    "prefill in chunks": {"prefill_chunk_size": 7},
-}
 GATE = [("Mistral", "assistant")]  # which crops windows
 OWN_GATE = [("Mistral", "beams"), ("Mistral", "assistant"), ("GPT-OSS", "prefill in chunks")]
 CASES = [
     pytest.param(family, way, marks=() if family == "Llama" or (family, way) in GATE else pytest.mark.deep)
     for family in ("Llama", "Gemma 2", "GPT-OSS", "Mistral")
     for way in WAYS
+    if way != "padded"  # test_families.py
 ]
 
 
 @pytest.mark.parametrize(("family", "way"), CASES)
 def test_a_way_of_generate(comm, family, way):
-    """Ranks that were seeded otherwise draw as rank 0 does."""
-    given = {"do_sample": False, "max_new_tokens": 12} | WAYS[way]
-    model, ids = made(family), prompt(2, 24)
-    ids[:, 12:] = ids[:, :12]  # so that prompt lookup finds something
-    if "assistant_model" in given:
-        given["assistant_model"] = made(family, num_hidden_layers=2, layer_types=None)
-    if way in ("prompt lookup", "assistant"):
-        ids = ids[:1]  # of transformers: one sequence
-    torch.manual_seed(11)
-    wanted = model.generate(ids, **given)
-    model.set_attn_implementation("treeattn")
-    torch.manual_seed(11 + comm.rank)
-    cache = huggingface.ShardedKV(model.config, comm, capacity=16)  # it grows
-    got = model.generate(ids, past_key_values=cache, **given)
-    assert got.tolist() == wanted.tolist()
-    assert len(set(map(str, comm.allgather(got.tolist())))) == 1
+    """Ranks that were seeded otherwise draw as rank 0 does; the cache grows."""
+    ids, given = way_of(family, way)
+    cache_of = functools.partial(huggingface.ShardedKV, comm=comm, capacity=16)
+    check_text(made(family), ids, cache_of, comm.rank, **given)
+
+
+#: Over cache nodes: some ways of one family, and padded rows of others.
+OTHERS = "Gemma 2", "GPT-OSS", "Mistral"
+ON_NODES = ("greedy", "padded", "beams", "return sequences", "prompt lookup", "prefill in chunks")
+NODE_CASES = [("Llama", way) for way in ON_NODES] + [(family, "padded") for family in OTHERS]
+NODE_CASES += [("DeepSeek-V3", way) for way in ("padded", "beams")]
+
+
+@pytest.mark.parametrize(("family", "way"), NODE_CASES)
+def test_a_way_over_cache_nodes(comm, family, way):
+    if comm.size == 1 or comm.library == "torch":
+        with pytest.raises(ArgumentError, match="mpiexec"):
+            cache_nodes.connect(comm)
+        return
+    if comm.rank:
+        cache_nodes.serve(comm)
+        return
+    with cache_nodes.connect(comm) as nodes:
+        for known in (True, nodes):  # the second time the memory of the first cache is free again
+            ids, given = way_of(family, way)
+            cache_of = functools.partial(huggingface.ShardedKV, comm=comm, capacity=64, nodes=known)
+            check_text(made(family), ids, cache_of, **given)
 
 
 OWN = [
@@ -60,20 +64,12 @@ OWN = [
 def test_a_way_over_the_cache_of_transformers(family, way):
     """Whose windows hand over their last keys, cropped and reordered too: rows that are padded on the left
     have eager's logits."""
-    given = {"do_sample": False, "max_new_tokens": 12, "output_logits": True} | WAYS[way]
-    model, ids = made(family), prompt(3, 24)
-    ids[:, 12:] = ids[:, :12]
-    mask = padded(ids)
-    if "assistant_model" in given:
-        given["assistant_model"] = made(family, num_hidden_layers=2, layer_types=None)
-    if way in ("prompt lookup", "assistant"):
-        ids, mask = ids[1:2], mask[1:2]
-    found = []
+    model, (ids, given), found = made(family), way_of(family, way, 3), []
+    given |= {"output_logits": True, "attention_mask": padded(prompt(3, 24))[-len(ids) :]}
     for attention in ("eager", "treeattn"):
         model.set_attn_implementation(attention)
         own = transformers.DynamicCache(config=model.config)
-        named = {"attention_mask": mask, "past_key_values": own, "return_dict_in_generate": True}
-        found.append(model.generate(ids, **named, **given))
+        found.append(model.generate(ids, past_key_values=own, return_dict_in_generate=True, **given))
     wanted, got = (torch.stack(one.logits) for one in found)
     assert found[0].sequences.tolist() == found[1].sequences.tolist()
     assert_close(got, wanted)
@@ -94,9 +90,7 @@ def test_ranks_that_would_part_go_on_with_rank_0(comm, way):
     """Weights that differ in a last bit, where two tokens are as likely; the assistant's are others."""
     model, ids = made("Llama"), prompt()
     token, more_likely = last_bit(model, ids)
-    given = {"do_sample": False, "max_new_tokens": 8} | WAYS[way]
-    if "assistant_model" in given:
-        given["assistant_model"] = made("Llama", num_hidden_layers=2)
+    given = way_of("Llama", way)[1] | {"max_new_tokens": 8}
     torch.manual_seed(11)
     wanted = model.generate(ids, **given)
     if comm.rank:

@@ -1,12 +1,15 @@
 """Caches of fixed room, whose steps of one token are one graph of a compiled model; on an emulated GPU what
 their operator queues is captured."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
 import torch._dynamo as dynamo
 
-from tests.support.cuda_tensors import CudaTensor, models_on_gpu, on_gpu, plain
+from tests.support.cuda_tensors import CudaTensor, on_gpu, plain
+from tests.support.sharded_models import check_text, way_of
 from tests.support.tiny_models import assert_close, made, padded, prompt, wide
 from treeattn import huggingface
 from treeattn.decoder import Reduction
@@ -61,12 +64,6 @@ def cache(comm, model, request):
     )
 
 
-@pytest.fixture
-def runtime(comm):
-    with models_on_gpu(comm.rank) as runtime:
-        yield runtime
-
-
 @pytest.fixture(scope="module")
 def wanted(model):
     """The text of transformers, 2 rows of 39 slots, and its logits."""
@@ -86,20 +83,18 @@ def test_steps_are_one_graph(wanted, model, graphs, cache):
     assert not numbers_of_python(graphs)
 
 
-@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}], ids=str)
-def test_a_model_that_is_not_compiled(comm, runtime, way):
+@pytest.mark.parametrize("way", ["greedy", "beams", "prompt lookup"])
+def test_a_model_that_is_not_compiled(comm, gpu, way):
     """On an emulated GPU, whose arrays are tensors there, too."""
-    model = wide("Llama", num_hidden_layers=2)
-    wanted = model.generate(prompt(1, 12), **GREEDY, **way).tolist()
-    model.set_attn_implementation("treeattn")
-    kv = huggingface.ShardedKV(model.config, comm, capacity=40, fixed=True)
-    assert model.generate(prompt(1, 12), cache=kv, **GREEDY, **way).tolist() == wanted
+    ids, given = way_of("Llama", way, 1)
+    cache_of = functools.partial(huggingface.ShardedKV, comm=comm, capacity=40, fixed=True)
+    kv = check_text(wide("Llama", num_hidden_layers=2), ids[:, 6:18], cache_of, **given | GREEDY)
     slots = kv.get_seq_length()
     for layer in kv.layers:
         assert int(plain(layer.count)) == slots
         for bound, array in ((layer.k, layer.shard.k), (layer.v, layer.shard.v)):
             assert type(bound) is CudaTensor
-            assert bound.data_ptr() == runtime.address(array)
+            assert bound.data_ptr() == gpu.address(array)
         layer._append(*(on_gpu(torch.full((*bound.shape[:1], 2, 1, 64), 7.0)) for _ in range(2)))
     kv.behind = True
     assert kv.get_seq_length() == slots + 1
@@ -112,7 +107,7 @@ def test_a_model_that_is_not_compiled(comm, runtime, way):
 
 @pytest.mark.deep
 @torch.no_grad()
-def test_whatever_asks_for_slots_gets_those_of_the_device(comm, wanted, model, graphs, cache, tmp_path):
+def test_whatever_asks_for_slots_gets_those_of_the_device(comm, wanted, model, graphs, cache, folder):
     """In a loop of one's own, of which the host counts nothing."""
     text, logits = wanted
     kv, other = cache(), cache()
@@ -134,7 +129,6 @@ def test_whatever_asks_for_slots_gets_those_of_the_device(comm, wanted, model, g
         assert layer.shard.lengths.tolist() == [len(range(comm.rank, 38, comm.size))] * 2
     kv.crop(-5)
     steps(33, 34)
-    folder = comm.bcast(str(tmp_path))
     kv.save(folder, unchecked=True)
     other.load(folder, unchecked=True)
     steps(35, 36, kv=other)
@@ -171,7 +165,7 @@ def test_a_step_that_counts_on_the_host_is_caught(wanted, model, graphs, cache, 
 
 @pytest.mark.deep
 @torch.no_grad()
-def test_what_fixed_room_does_not_serve(comm, wanted, model, graphs, cache, tmp_path):
+def test_what_fixed_room_does_not_serve(comm, wanted, model, graphs, cache, folder):
     text, mask = wanted[0], padded(prompt(2))
     for family in "Mistral", "LFM2", "DeepSeek-V3":
         with pytest.raises(
@@ -197,7 +191,7 @@ def test_what_fixed_room_does_not_serve(comm, wanted, model, graphs, cache, tmp_
     with pytest.raises(ArgumentError, match="38 slots in room for 3"):
         huggingface.prefill(model, text[:, :38], small)
     huggingface.prefill(model, text[:, :28], kv)
-    folder, again = comm.bcast(str(tmp_path)), cache()
+    again = cache()
     kv.save(folder, unchecked=True)
     with pytest.raises(ArgumentError, match=r"28 slots in room for (9|1\d) need"):
         cache(9).load(folder, unchecked=True)
@@ -258,7 +252,7 @@ def attention_of(comm, q, k, v, lengths):
 
 
 @pytest.fixture
-def captured(comm, runtime, nccl_communicators):
+def captured(comm, gpu, nccl_communicators):
     """Called: how far a graph of two layers' steps is from float64 when it is launched for other tokens; what
     makes lengths of a number on the device, and over which transport."""
 
@@ -275,9 +269,9 @@ def captured(comm, runtime, nccl_communicators):
             results[:] = own.step(q.transpose(1, 2), k, v, lengths(count), 0.125)
 
         with pytest.raises(StateError, match="run one first"):
-            runtime.capture(step)
+            gpu.capture(step)
         step()
-        launch, worst = runtime.capture(step), 0.0
+        launch, worst = gpu.capture(step), 0.0
         for number in range(1, steps):
             q.copy_(torch.randn(q.shape, generator=draw))
             for one in k, v:
@@ -308,14 +302,14 @@ def test_records_that_the_host_moves(comm, captured):
         captured(transport="host")
 
 
-def test_a_step_reads_nothing_of_the_gpu(comm, runtime, monkeypatch):
+def test_a_step_reads_nothing_of_the_gpu(comm, gpu, monkeypatch):
     """Nor does it allocate, once it is planned: what is read raises in the stand-in, but for these."""
     q, k, v = (on_gpu(torch.randn(1, *rest)) for rest in ((4, 1, 64), (8, 2, 64), (8, 2, 64)))
     given = q, k, v, on_gpu(torch.tensor([3])), None, 0, 0.125
     fixed._step(*given)
     for name in "cpu", "__bool__":
         monkeypatch.setattr(CudaTensor, name, lambda one: 1 / 0)
-    before = runtime.allocations
-    found = runtime.capture(lambda: fixed._step(*given))
+    before = gpu.allocations
+    found = gpu.capture(lambda: fixed._step(*given))
     assert found
-    assert runtime.allocations == before
+    assert gpu.allocations == before

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.cuda_tensors import models_on_gpu, plain
+from tests.support.cuda_tensors import plain
 from tests.support.tiny_models import padded, prompt, wide
 from treeattn import Prefill, huggingface
 from treeattn.decoder import gpu_reducers
@@ -79,15 +79,9 @@ def test_a_kernel_that_gives_something_else_is_not_believed(varlen, monkeypatch,
     assert "gives something else" in flash._tried(torch.device("cpu"), torch.float16, 16)
 
 
-@pytest.fixture
-def runtime(comm):
-    with models_on_gpu(comm.rank) as runtime:
-        yield runtime
-
-
 @pytest.mark.parametrize(("family", "kind"), [("Llama", "bfloat16"), ("GPT-OSS", "float16")])
 @torch.no_grad()
-def test_prompts_are_as_near_as_eagers(comm, runtime, varlen, capfd, family, kind):
+def test_prompts_are_as_near_as_eagers(comm, gpu, varlen, capfd, family, kind):
     """Of which generate() has all on each rank, and `prefill` a part; layers of windows are ours."""
     model = wide(family, dtype=getattr(torch, kind), num_hidden_layers=2, layer_types=["full_attention"] * 2)
     ids = prompt(2, 20)
@@ -106,7 +100,7 @@ def test_prompts_are_as_near_as_eagers(comm, runtime, varlen, capfd, family, kin
 
 
 @torch.no_grad()
-def test_what_it_does_not_serve_is_ours(comm, runtime, varlen, monkeypatch, capfd):
+def test_what_it_does_not_serve_is_ours(comm, gpu, varlen, monkeypatch, capfd):
     """And a line says why."""
     model = wide("Llama", "treeattn", torch.float16, num_hidden_layers=1)
     problem = "FlashAttention only supports Ampere GPUs or newer.\n"

@@ -1,6 +1,7 @@
 """Models whose keys and values lie on GPUs, which are emulated: no tensor goes by the host unasked.
 test_families.py has their logits."""
 
+import functools
 import re
 from types import SimpleNamespace
 
@@ -9,8 +10,9 @@ import pytest
 import torch
 
 from tests.emulator.device_array import DeviceArray
-from tests.support.cuda_tensors import CudaTensor, models_on_gpu, on_gpu, plain
+from tests.support.cuda_tensors import CudaTensor, on_gpu, plain
 from tests.support.frames import frames
+from tests.support.sharded_models import check_text, way_of
 from tests.support.tiny_models import padded, prompt, wide
 from treeattn import cache_nodes, huggingface
 from treeattn.attention import arrays
@@ -20,11 +22,7 @@ from treeattn.decoder import Decoder, Reduction, gpu_reducers
 from treeattn.errors import ArgumentError, TransportError
 from treeattn.huggingface import plans
 
-
-@pytest.fixture(autouse=True)
-def runtime(comm):
-    with models_on_gpu(comm.rank) as runtime:
-        yield runtime
+pytestmark = pytest.mark.usefixtures("gpu")
 
 
 @pytest.fixture
@@ -33,19 +31,16 @@ def cache_of(comm):
     return lambda model: huggingface.ShardedKV(model.config, comm, capacity=16)
 
 
-@pytest.mark.parametrize("way", [{}, {"num_beams": 3}, {"prompt_lookup_num_tokens": 4}], ids=str)
-def test_a_way_of_generate(comm, cache_of, way):
-    """Rows are reordered, and drafts cropped."""
-    model, ids = wide("Llama", num_hidden_layers=2), prompt(1, 12)
-    ids[:, 6:] = ids[:, :6]  # so that prompt lookup finds something
-    given = {"max_new_tokens": 6, "do_sample": False} | way
-    wanted = model.generate(ids, **given).tolist()
-    model.set_attn_implementation("treeattn")
-    assert model.generate(ids, cache=cache_of(model), **given).tolist() == wanted
+@pytest.mark.parametrize("way", ["greedy", "beams", "prompt lookup"])
+def test_a_way_of_generate(comm, way):
+    """Rows are reordered, and drafts cropped; the cache grows."""
+    cache_of = functools.partial(huggingface.ShardedKV, comm=comm, capacity=16)
+    ids, given = way_of("Llama", way, 1)
+    check_text(wide("Llama", num_hidden_layers=2), ids[:, 6:18], cache_of, **given | {"max_new_tokens": 6})
 
 
 @pytest.mark.parametrize("transport", ["peer", "nccl", "host"])
-def test_how_records_travel(comm, runtime, nccl_communicators, monkeypatch, capfd, transport):
+def test_how_records_travel(comm, gpu, nccl_communicators, monkeypatch, capfd, transport):
     """By peer memory, where it is not there by NCCL, and by the host where it is named, over ranks of MPI and
     of process groups."""
 
@@ -53,17 +48,13 @@ def test_how_records_travel(comm, runtime, nccl_communicators, monkeypatch, capf
         raise TransportError("no peer access")
 
     if transport == "nccl" and comm.rank == 0:
-        monkeypatch.setattr(runtime, "expose", closed)
+        monkeypatch.setattr(gpu, "expose", closed)
     gpu_reducers.say.cache_clear()
-    model, ids = wide("Llama", num_hidden_layers=2), prompt(1, 12)
-    given = {"max_new_tokens": 4, "do_sample": False}
-    wanted = model.generate(ids, **given).tolist()
-    model.set_attn_implementation("treeattn")
-    scheme = Reduction(transport="host") if transport == "host" else None
     fresh = comm.dup()
     fresh.kept = {}  # process groups have one for all duplicates
-    cache = huggingface.ShardedKV(model.config, fresh, capacity=16, scheme=scheme)
-    assert model.generate(ids, cache=cache, **given).tolist() == wanted
+    how = {"capacity": 16, "scheme": Reduction(transport="host") if transport == "host" else None}
+    cache_of = functools.partial(huggingface.ShardedKV, comm=fresh, **how)
+    check_text(wide("Llama", num_hidden_layers=2), prompt(1, 12), cache_of, max_new_tokens=4)
     said = re.findall(r"^treeattn: .*transport='(\w+)'\)", capfd.readouterr().err, re.M)
     alone = comm.size == 1 or comm.rank > 0 or transport == "host"
     assert said == ([] if alone else [transport])
@@ -135,17 +126,17 @@ def test_what_a_step_of_tensors_costs_the_host(step, most):
     assert len(entered) <= most
 
 
-def test_what_goes_by_dlpack(runtime, monkeypatch):
+def test_what_goes_by_dlpack(gpu, monkeypatch):
     """Tensors that it refuses, and those of another stream, for which it waits; the stand-in's says that it
     was asked."""
     tensor = on_gpu(torch.ones(1, 1, 4, 8))
-    assert arrays.on_gpu("q", tensor, runtime).shape == tensor.shape
+    assert arrays.on_gpu("q", tensor, gpu).shape == tensor.shape
     for refused in torch._neg_view(tensor), torch.ones(1, 1, 4, 8, requires_grad=True), torch.ones(1) > 0:
         with pytest.raises(ArgumentError, match="q (cannot be taken as it is|has elements)"):
-            arrays.on_gpu("q", on_gpu(refused), runtime)
+            arrays.on_gpu("q", on_gpu(refused), gpu)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=9))
     with pytest.raises(ArgumentError, match="q cannot be taken as it is"):
-        arrays.on_gpu("q", tensor, runtime)
+        arrays.on_gpu("q", tensor, gpu)
 
 
 def continued(comm, cache_of, folder):
@@ -158,11 +149,6 @@ def continued(comm, cache_of, folder):
     again = cache_of(model)
     again.load(folder, device="cuda")
     return model.generate(ids, cache=again, max_new_tokens=4, do_sample=False).tolist()
-
-
-@pytest.fixture
-def folder(comm, tmp_path):
-    return comm.bcast(str(tmp_path))
 
 
 def test_a_prompt_computed_once(comm, cache_of, folder):
@@ -191,7 +177,7 @@ def written(comm, cache_of, folder):
     return write
 
 
-def test_caches_lie_in_the_memory_of_torchs_pool(runtime, written, monkeypatch):
+def test_caches_lie_in_the_memory_of_torchs_pool(gpu, written, monkeypatch):
     rooms, empty = [], torch.empty
 
     def counted(*given, **named):
@@ -203,29 +189,29 @@ def test_caches_lie_in_the_memory_of_torchs_pool(runtime, written, monkeypatch):
     for cache in written():
         for layer in cache.layers:
             for array in layer.shard.arrays:
-                at = runtime.address(array)
+                at = gpu.address(array)
                 assert any(room.data_ptr() <= at < room.data_ptr() + room.numel() for room in rooms)
 
 
-def test_work_is_queued_to_torchs_current_stream(comm, runtime, written, nccl_communicators, monkeypatch):
+def test_work_is_queued_to_torchs_current_stream(comm, gpu, written, nccl_communicators, monkeypatch):
     """As under ``torch.cuda.stream``, and waited for once, where a prefill leaves its ring, by NCCL."""
-    waits, streams, queue, put = [], set(), runtime.queue, DeviceArray.__setitem__
+    waits, streams, queue, put = [], set(), gpu.queue, DeviceArray.__setitem__
 
     def queued(work):
-        streams.add(runtime.stream)
+        streams.add(gpu.stream)
         queue(work)
 
     def assigned(array, index, value):
-        streams.add(runtime.stream)
+        streams.add(gpu.stream)
         put(array, index, value)
 
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
-    monkeypatch.setattr(runtime, "queue", queued)
+    monkeypatch.setattr(gpu, "queue", queued)
     monkeypatch.setattr(DeviceArray, "__setitem__", assigned)
     written()
     assert streams == {7}
-    synchronize = runtime.synchronize
-    monkeypatch.setattr(runtime, "synchronize", lambda: waits.append(synchronize()))
+    synchronize = gpu.synchronize
+    monkeypatch.setattr(gpu, "synchronize", lambda: waits.append(synchronize()))
     written(saved=False)
     assert len(waits) == (comm.size > 1)
     assert len(nccl_communicators) == 2 * (comm.size > 1)
@@ -243,12 +229,9 @@ def test_a_model_whose_keys_lie_on_cache_nodes(comm):
     if comm.rank:
         cache_nodes.serve(comm)
         return
-    model, given = wide("Llama", num_hidden_layers=2), {"max_new_tokens": 4, "do_sample": False}
-    wanted = model.generate(prompt(), **given).tolist()
-    model.set_attn_implementation("treeattn")
     with cache_nodes.connect(comm) as nodes:
-        cache = huggingface.ShardedKV(model.config, capacity=64, nodes=nodes)
-        assert model.generate(prompt(), cache=cache, **given).tolist() == wanted
+        cache_of = functools.partial(huggingface.ShardedKV, capacity=64, nodes=nodes)
+        check_text(wide("Llama", num_hidden_layers=2), prompt(), cache_of, max_new_tokens=4)
 
 
 FORGOTTEN = {

@@ -14,9 +14,9 @@ GREEDY = {"do_sample": False, "max_new_tokens": 4}
 
 
 @pytest.fixture
-def directory(comm, tmp_path):
+def directory(comm, folder):
     """The cache of the prompt but its last token."""
-    folder, model = comm.bcast(str(tmp_path)), made("Llama", "treeattn")
+    model = made("Llama", "treeattn")
     kv = huggingface.ShardedKV(model.config, comm, capacity=64)
     huggingface.prefill(model, prompt(2)[:, :-1], kv, padded(prompt(2))[:, :-1])
     kv.save(folder)
@@ -75,9 +75,9 @@ def test_other_weights_of_the_same_shape(loaded, changed):
         model.generate(prompt(2), attention_mask=padded(prompt(2)), past_key_values=kv, **GREEDY)
 
 
-def test_an_adapter_that_is_switched(comm, tmp_path):
+def test_an_adapter_that_is_switched(comm, folder):
     """Its weights are there before and after."""
-    folder, model = comm.bcast(str(tmp_path)), made("Llama", "treeattn")
+    model = made("Llama", "treeattn")
     adapted(model)
     kv = huggingface.ShardedKV(model.config, comm, capacity=64)
     text = model.generate(prompt(), past_key_values=kv, **GREEDY)
@@ -145,9 +145,9 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_what_generate_has_written_is_known(comm, tmp_path, way):
+def test_what_generate_has_written_is_known(comm, folder, way):
     """The rows of beams as they were reordered last, and drafts that were cropped."""
-    folder, model, ids = comm.bcast(str(tmp_path)), made("Llama", "treeattn"), prompt(1, 24)
+    model, ids = made("Llama", "treeattn"), prompt(1, 24)
     ids[:, 12:] = ids[:, :12]
     kv = huggingface.ShardedKV(model.config, comm, capacity=64)
     text = model.generate(ids, past_key_values=kv, **(GREEDY | WAYS[way]))
@@ -168,8 +168,8 @@ def test_what_generate_has_written_is_known(comm, tmp_path, way):
     assert known[0, :24].tolist() == text[0, :24].tolist()
 
 
-def test_a_text_that_is_not_known_is_saved_unchecked_alone(comm, tmp_path):
-    folder, model, ids = comm.bcast(str(tmp_path)), made("Llama", "treeattn"), prompt()
+def test_a_text_that_is_not_known_is_saved_unchecked_alone(comm, folder):
+    model, ids = made("Llama", "treeattn"), prompt()
     kv = huggingface.ShardedKV(model.config, comm, capacity=64)
 
     def embedded():
@@ -253,11 +253,11 @@ def test_what_a_configuration_leaves_open_the_models_own_says(comm):
     assert model.generate(torch.cat([ids, prompt(1, 3, seed=5)], 1), **given).shape == (3, 17)
 
 
-def test_weights_that_differ_between_ranks(comm, tmp_path):
+def test_weights_that_differ_between_ranks(comm, folder):
     """As tensor parallel ones do: each rank compares its own, and another number of ranks cannot."""
     if comm.size == 1:
         pytest.skip("one rank has nobody to differ from")
-    folder, model, ids = comm.bcast(str(tmp_path)), made("Llama", "treeattn"), prompt()
+    model, ids = made("Llama", "treeattn"), prompt()
     with torch.no_grad():
         model.lm_head.weight *= 1 + comm.rank
     kv = huggingface.ShardedKV(model.config, comm, capacity=64)

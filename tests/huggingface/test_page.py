@@ -25,9 +25,8 @@ def program(page, line):
 
 
 @pytest.fixture
-def directory(comm, tmp_path):
+def directory(comm, folder):
     """A saved model with a tokenizer, whose words are numbers."""
-    folder = comm.bcast(str(tmp_path))
     if comm.rank == 0:
         made("Llama").save_pretrained(folder)
         words = tokenizers.models.WordLevel({str(word): word for word in range(97)}, "0")

@@ -11,18 +11,18 @@ from treeattn.huggingface import ShardedKV
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(("family", "scheme"), [("Llama", None), ("Qwen3", "binary_tree")])
-def test_each_rank_has_its_heads_of_the_weights_and_its_tokens_of_the_cache(comm, tmp_path, family, scheme):
+def test_each_rank_has_its_heads_of_the_weights_and_its_tokens_of_the_cache(comm, folder, family, scheme):
     if comm.size != 2:
         pytest.skip("the models have two heads of keys")
-    check_tensor_parallel(comm, family, comm.bcast(str(tmp_path)), scheme)
+    check_tensor_parallel(comm, family, folder, scheme)
 
 
 @pytest.mark.usefixtures("group")
-def test_ranks_that_draw_otherwise_are_told(comm, tmp_path, monkeypatch):
+def test_ranks_that_draw_otherwise_are_told(comm, folder, monkeypatch):
     """Before the weights of all mix what they drew; keys of parts of the heads cannot tell."""
     if comm.size != 2:
         pytest.skip("the models have two heads of keys")
-    folder, draw = comm.bcast(str(tmp_path)), torch.multinomial
+    draw = torch.multinomial
     if comm.rank == 0:
         made("Llama").save_pretrained(folder)
     comm.barrier()

@@ -1,8 +1,10 @@
 """What a model over a sharded cache is held to, whoever started its ranks."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import transformers
 
 from tests.support.tiny_models import assert_close, logits_of, made, padded, prompt, tensor_parallel
@@ -10,6 +12,45 @@ from treeattn import huggingface
 from treeattn.errors import ArgumentError
 
 _GREEDY = {"do_sample": False, "max_new_tokens": 6}
+
+#: Ways of generate(): what it is given.
+WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "padded": {},
+    "sampling": {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.9},
+    "beams": {"num_beams": 3},
+    "beam sampling": {"do_sample": True, "num_beams": 3},
+    "return sequences": {"do_sample": True, "num_return_sequences": 3},
+    "prompt lookup": {"prompt_lookup_num_tokens": 4},
+    "assistant": {"assistant_model": "a smaller one"},
+    "repetition penalty": {"repetition_penalty": 1.3},
+    "prefill in chunks": {"prefill_chunk_size": 7},
+}
+
+
+def way_of(family: str, way: str, batch: int = 2) -> tuple[torch.Tensor, dict[str, Any]]:
+    """Ids in which prompt lookup finds something, and what goes with them to a model of this family."""
+    ids, given = prompt(batch, 24), {"do_sample": False, "max_new_tokens": 12} | WAYS[way]
+    ids[:, 12:] = ids[:, :12]
+    if way == "assistant":
+        given["assistant_model"] = made(family, num_hidden_layers=2, layer_types=None)
+    if way in ("prompt lookup", "assistant"):
+        ids = ids[:1]  # of transformers: one sequence
+    return ids, given | ({"attention_mask": padded(ids)} if way == "padded" else {})
+
+
+def check_text(
+    model: Any, ids: torch.Tensor, cache: Callable[[Any], Any], seed: int = 0, **given: Any
+) -> Any:
+    """generate() has the text of eager over the cache that is made of the model's configuration, and that is
+    returned. seed: added to that of transformers' own draws."""
+    torch.manual_seed(11)
+    wanted = model.generate(ids, **given).tolist()
+    model.set_attn_implementation("treeattn")
+    torch.manual_seed(11 + seed)
+    kept = cache(model.config)
+    assert model.generate(ids, cache=kept, **given).tolist() == wanted
+    return kept
 
 
 def check_family(comm: Any, family: str) -> None:
