@@ -1,4 +1,5 @@
-"""Llamas over a sharded cache have the logits that Hugging Face gave, whatever the ranks and the way."""
+"""Llamas over a sharded cache have the logits that Hugging Face gave, whatever the ranks and the way, and on
+emulated GPUs."""
 
 import importlib
 import itertools
@@ -11,17 +12,20 @@ from mpi4py import MPI
 from msgspec import structs
 from safetensors.numpy import load_file, save_file
 
+from tests.emulator.runtime import StrictRuntime
 from tests.support.models import GOLDEN, MODELS, PROMPT, assert_logits, write_model
+from treeattn import Reduction
 from treeattn.attention.shape import DTYPES
 from treeattn.cache import ShardedCache
 from treeattn.collectives.runtime.mpi_communicator import MpiCommunicator
-from treeattn.errors import ArgumentError, RestrictionError, ScheduleError, TreeattnError
+from treeattn.errors import ArgumentError, BackendError, RestrictionError, ScheduleError, TreeattnError
 from treeattn.llama import Llama, Session
 from treeattn.llama.drafts import NgramDrafts, draft_tree
 from treeattn.llama.generate import generate
 from treeattn.llama.weights import Weights, shapes
 
 prefill_module = importlib.import_module("treeattn.decoder.prefill")  # beside it is the function of that name
+RUNTIME = StrictRuntime
 WAYS = [
     ("replicated", "zigzag", None),
     ("sharded", "contiguous", "kv_ring"),
@@ -49,18 +53,23 @@ def load(comm, directory, weights):
     return Llama(directory, comm if weights == "sharded" else None)
 
 
-@pytest.mark.parametrize(("name", "way"), CASES)
-def test_logits_and_tokens_are_hugging_faces(comm, written, name, way):
-    weights, layout, scheme = way
-    wanted, tokens = GOLDEN[f"{name}.logits"], GOLDEN[f"{name}.tokens"]
-    given = {"capacity": len(PROMPT) + 16, "scheme": scheme, "layout": layout}
-    with Session(comm, load(comm, written(name), weights), PROMPT, **given) as session:
+def check_logits(comm, model, name, steps, **given):
+    """Hugging Face's, as far as they are kept, and its tokens."""
+    wanted, tokens = GOLDEN[f"{name}.logits"], GOLDEN[f"{name}.tokens"][:steps]
+    with Session(comm, model, PROMPT, capacity=len(PROMPT) + len(tokens), **given) as session:
         logits = session.prefill()
-        for step, token in enumerate(tokens if name == "biases" else tokens[: len(wanted)]):
+        for step, token in enumerate(tokens):
             if step < len(wanted):
                 assert_logits(logits, wanted[step])
             assert session.choose(logits) == token
             logits = session.step(int(token))
+
+
+@pytest.mark.parametrize(("name", "way"), CASES)
+def test_logits_and_tokens_are_hugging_faces(comm, written, name, way):
+    weights, layout, scheme = way
+    steps = None if name == "biases" else len(GOLDEN[f"{name}.logits"])
+    check_logits(comm, load(comm, written(name), weights), name, steps, scheme=scheme, layout=layout)
 
 
 @pytest.mark.parametrize(
@@ -262,3 +271,49 @@ def test_drafts_layouts_and_ranks_change_no_bit_of_a_logit(comm, written):
 def test_sharded_weights_are_not_reproducible(comm, tied):
     with pytest.raises(RestrictionError, match="weights that every rank has whole"):
         Llama(tied, comm, reproducible=True)
+
+
+# On emulated GPUs, which take their time: that other models' numbers matter is shown on the CPU.
+
+
+def on_gpus(test):
+    """Three ranks with one each."""
+    three = pytest.mark.skipif(MPI.COMM_WORLD.size != 3, reason="models on emulated GPUs run on three ranks")
+    return three(pytest.mark.usefixtures("runtime")(test))
+
+
+@on_gpus
+@pytest.mark.slow
+def test_a_gpu_has_logits_and_tokens_of_hugging_face(comm, written):
+    model = Llama(written("biases"), comm, device="cuda")
+    check_logits(comm, model, "biases", 3, scheme=Reduction("head_scatter", "host"))
+
+
+@on_gpus
+@pytest.mark.parametrize("scheme", ["recursive_doubling", "nccl_allreduce"])
+def test_records_travel_over_nccl(comm, tied, nccl_communicators, scheme):
+    given = {"capacity": 14, "scheme": Reduction(scheme, "nccl")}
+    with Session(comm, Llama(tied, device="cuda"), PROMPT[:10], **given) as session:
+        token = session.choose(session.prefill())
+        logits = [session.step(token) for _ in range(3)]
+    with Session(comm, Llama(tied), PROMPT[:10], capacity=14) as session:
+        assert session.choose(session.prefill()) == token
+        for row in logits:
+            assert_logits(row, session.step(token))
+    assert nccl_communicators
+
+
+@on_gpus
+def test_ranks_have_one_kind_of_device(comm, tied):
+    with pytest.raises(ArgumentError, match="the model's device differs between ranks: 'cpu' on rank 0"):
+        Llama(tied, comm, device="cuda" if comm.rank else "cpu")
+
+
+@on_gpus
+def test_memory_of_a_gpu_that_is_out_on_one_rank_is_told_by_all(comm, tied, runtime):
+    model = Llama(tied, device="cuda")
+    with Session(comm, model, PROMPT[:8], capacity=9, scheme=Reduction(transport="host")) as session:
+        if comm.rank == comm.size - 1:
+            runtime.empty = mock.Mock(side_effect=BackendError("out of GPU memory"))
+        with pytest.raises(BackendError, match="out of GPU memory"):
+            session.prefill()
