@@ -40,8 +40,9 @@ class Expressions:
         found = self._known.get(key)
         if found is not None:
             return found
-        new = self._known[key] = self._append(a, b)
-        ordered = self.ordered
+        ordered, depth = self.ordered, 1 + max(self.depth[a], self.depth[b])
+        lowest = min(self.lowest[a], self.lowest[b])
+        new = self._known[key] = self._append(self.mask[a] | self.mask[b], lowest, depth)
         if ordered[a] != a or ordered[b] != b:
             ordered[new] = self.pair(ordered[a], ordered[b])
             self.depth[new] = self.depth[ordered[new]]
@@ -58,25 +59,19 @@ class Expressions:
         if found is not None:
             return found
         ordered = reduce(self.pair, (self.ordered[operand] for operand in operands))
-        new = self._known[key] = self._append(ordered, ordered)
-        self.depth[new] = self.depth[ordered]
-        self.ordered[new] = ordered
-        return new
-
-    def _append(self, a: int, b: int) -> int:
-        new = len(self.mask)
-        self.mask.append(self.mask[a] | self.mask[b])
-        self.lowest.append(min(self.lowest[a], self.lowest[b]))
-        self.depth.append(1 + max(self.depth[a], self.depth[b]))
-        self.ordered.append(new)
+        new = self._append(self.mask[ordered], self.lowest[ordered], self.depth[ordered])
+        self._known[key], self.ordered[new] = new, ordered
         return new
 
     def name(self, mask: int) -> int:
         """A new expression of these ranks that stands for others, which differ by place."""
+        return self._append(mask, (mask & -mask).bit_length() - 1, 0)
+
+    def _append(self, mask: int, lowest: int, depth: int) -> int:
         new = len(self.mask)
         self.mask.append(mask)
-        self.lowest.append((mask & -mask).bit_length() - 1)
-        self.depth.append(0)
+        self.lowest.append(lowest)
+        self.depth.append(depth)
         self.ordered.append(new)
         return new
 
