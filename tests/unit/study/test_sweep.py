@@ -16,7 +16,7 @@ from treeattn.mpi import topology
 from treeattn.study import intervals
 from treeattn.study.compare import measure, prediction, steps
 from treeattn.study.compare.measure import Block, Budget, blocks
-from treeattn.study.compare.prediction import lacking, predicted
+from treeattn.study.compare.prediction import predicted
 from treeattn.study.compare.rows import SUM, Key
 from treeattn.study.environment import _machine, node_load
 
@@ -166,23 +166,29 @@ def test_records_of_float64_are_as_long_as_those_of_twice_as_many_elements(schem
     assert microseconds(LAPTOP, (0, 1), [[0, 1]], key) == microseconds(LAPTOP, (0, 1), [[0, 1]], wide) > 0
 
 
-def test_an_executor_without_prices_is_named():
-    leonardo, key = description.load("leonardo"), replace(KEY, device="cuda", transport="host")
-    assert predicted(leonardo, (0, 1), [[0], [1]], key, {}) is None
-    assert lacking(leonardo, (0, 1), key) == (
-        "no prices: leonardo: executors: there is no 'mpi'; choose from program"
-    )
-    assert lacking(leonardo, (0, 1), KEY) == ""
-
-
-def test_an_order_that_assumed_prices_decide_is_said_once(monkeypatch):
+@pytest.fixture
+def of_two(monkeypatch):
+    """`predictions` on a cluster for two ranks of one node."""
     ranks = topology.Topology(tuple(topology.Rank(rank, 0, ()) for rank in range(2)))
     monkeypatch.setattr(topology, "detect", lambda world: ranks)
+    world = SimpleNamespace(rank=0, size=1, allgather=lambda value: [value])
+    return lambda cluster, *keys: prediction.predictions(
+        world, topology.Described(cluster, "--cluster"), keys, {}
+    )
+
+
+def test_an_executor_without_prices_is_named(of_two):
+    key = replace(KEY, device="cuda", transport="host")
+    found, said = of_two(description.load("leonardo"), key, KEY)
+    assert [*found] == [KEY]
+    assert "; no prices: leonardo: executors: there is no 'mpi'; choose from program\n" in said
+
+
+def test_an_order_that_assumed_prices_decide_is_said_once(of_two, monkeypatch):
     unsure = intervals.Estimate(*[1.0] * 6, assumed_decides=True)
     monkeypatch.setattr(prediction, "estimates", lambda cluster, costs: [unsure] * len(costs))
-    world = SimpleNamespace(rank=0, size=1, allgather=lambda value: [value])
     keys = [KEY, replace(KEY, heads=8, kv_heads=8)]
-    found, said = prediction.predictions(world, topology.Described(DGX, "--cluster"), keys, {})
+    found, said = of_two(DGX, *keys)
     assert [*found] == keys
     assert said.endswith("alone decide whether the fastest is faster than recursive_doubling")
 

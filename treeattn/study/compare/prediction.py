@@ -48,25 +48,18 @@ def predictions(
         for _, case in groupby(keys, lambda key: key.case):
             costs: dict[Key, Cost] = {}
             for key in case:
-                if (one := predicted(cluster, places, found.nodes, key, user_schedules)) is not None:
+                try:
+                    one = predicted(cluster, places, found.nodes, key, user_schedules)
+                except ArgumentError as error:
+                    without[f"no prices: {error}"] = None
+                    continue
+                if one is not None:
                     costs[key] = one
-                without[lacking(cluster, places, key)] = None
             known |= zip(costs, estimates(cluster, list(costs.values())), strict=True)
         shown = "; ".join(filter(None, (named.shown, found.misfit(cluster), *without)))
         return known, f"{shown}\n{words(cluster, ((key.label, one) for key, one in known.items()))}"
 
     return collectively(world, predict)
-
-
-def lacking(cluster: Cluster, places: Placement, key: Key) -> str:
-    """Why nothing run as the key has it can be predicted; nothing where the cluster has the prices."""
-    if key.algorithm is not None:
-        return ""
-    try:
-        cluster.executor_for(places, EXECUTOR_OVER.get(key.transport))
-    except ArgumentError as error:
-        return f"no prices: {error}"
-    return ""
 
 
 def predicted(
@@ -76,12 +69,13 @@ def predicted(
     key: Key,
     user_schedules: Mapping[str, Schedule],
 ) -> Cost | None:
-    """What one key costs; None for libraries and baselines without a schedule or a ring's
-    formula, for an executor without prices there, and for whole steps where it does not say how fast a rank
-    reads."""
-    if key.algorithm is not None or lacking(cluster, places, key):
+    """What one key costs; None for libraries and baselines without a schedule or a ring's formula, and for
+    whole steps where the cluster does not say how fast a rank reads. Raises `ArgumentError` where it has no
+    prices of what runs the key."""
+    if key.algorithm is not None:
         return None
-    executor, size = EXECUTOR_OVER.get(key.transport), np.dtype(DTYPES[key.dtype]).itemsize
+    executor = cluster.executor_for(places, EXECUTOR_OVER.get(key.transport))
+    size = np.dtype(DTYPES[key.dtype]).itemsize
     shape = StepShape(key.tokens, key.heads, key.kv_heads, key.head_dim, key.batch, key.queries, size)
     attention = Cost({})
     if key.what == "decode":
