@@ -6,10 +6,10 @@ import pytest
 from tests.support.partials import partials
 from tests.support.reducer_contract import HEAD_DIM, OPERATOR, OneRank, OverRanks, plain, promised, wanted
 from treeattn import collectives
-from treeattn.baselines import BASELINES
+from treeattn.baselines import BASELINES, two_allreduce
 from treeattn.collectives import Schedule, Transfer
 from treeattn.collectives.executors import compiled, interpreter
-from treeattn.collectives.libraries import mpi_allreduce, rescaled_sum
+from treeattn.collectives.libraries import mpi_allreduce
 from treeattn.errors import ScheduleError
 
 pytestmark = pytest.mark.many_ranks
@@ -109,12 +109,12 @@ class TestMpiAllreduce(Libraries):
 
 class TestTwoAllreduces(Libraries):
     def reducer(self, spec, case):
-        return rescaled_sum.RescaledSumOverMpi("two_allreduce", spec, calls=2)
+        return two_allreduce.RescaledSumOverMpi("two_allreduce", spec, calls=2)
 
 
 class TestThreeAllreduces(Libraries):
     def reducer(self, spec, case):
-        return rescaled_sum.RescaledSumOverMpi("three_allreduce", spec, calls=3)
+        return two_allreduce.RescaledSumOverMpi("three_allreduce", spec, calls=3)
 
 
 class TestHeadAllToAll(Libraries):

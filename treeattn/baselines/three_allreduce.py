@@ -8,6 +8,6 @@ from __future__ import annotations
 
 import functools
 
-from treeattn.collectives.libraries.rescaled_sum import RescaledSumOverMpi
+from treeattn.baselines.two_allreduce import RescaledSumOverMpi
 
 plan = functools.partial(RescaledSumOverMpi, "three_allreduce", calls=3)
