@@ -17,13 +17,13 @@ from treeattn.cli import commands
 ROOT = Path(__file__).resolve().parents[2]
 #: Folders -> lines of Python.
 LINES = {
-    ("treeattn", "collectives"): 33_817,
-    ("tests",): 34_573,
+    ("treeattn", "collectives"): 33_808,
+    ("tests",): 34_779,
     ("benchmarks",): 1_964,
     ("tools",): 443,
     ("jobs",): 1_037,
 }
-STATEMENTS = 20_246  # of the package
+STATEMENTS = 20_238  # of the package
 WORDS = 21_998  # of docs and README
 COMMANDS = 16
 OPTIONS = {"compare": 16, "simulate": 14, "generate": 12}
