@@ -47,13 +47,13 @@ class Arrivals(NamedTuple):
                 f"arrivals {self.text}: {len(self.given)} instants for {ranks} ranks; give one for each"
             )
 
-    def starts(self, step: int, ranks: int, seed: int = 0) -> list[float]:
+    def starts(self, step: int, ranks: int) -> list[float]:
         """Microseconds after the first possible instant, of each rank in that step."""
         if self.given:
             return list(self.given)
         if not self.pattern:
             return [0.0] * ranks
-        draw = np.random.default_rng([seed, step])
+        draw = np.random.default_rng([0, step])
         return [self.spread * share for share in _PATTERNS[self.pattern](draw, ranks).tolist()]
 
 

@@ -161,13 +161,9 @@ def _keyval() -> int:
     return MPI.Comm.Create_keyval()
 
 
-def duplicate(comm: MPI.Intracomm, what: str = "planning a reduction") -> MpiCommunicator:
-    """A private communicator of the same ranks. Collective. what: names this wait in the error of a late
-    rank.
-
-    Raises `BackendError` where the MPI library has none left: each that is not closed keeps one.
-    """
-    with watchdog.Activity(what):
+def duplicate(comm: MPI.Intracomm) -> MpiCommunicator:
+    """A private communicator of the same ranks for a planned reduction. Collective; raises as `dup`."""
+    with watchdog.Activity("planning a reduction"):
         return MpiCommunicator.of(comm).dup()
 
 

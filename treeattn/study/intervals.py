@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,17 +31,9 @@ _PROBES = 10  # degrees of freedom: about so many kinds of probes tell what `sca
 _LEAST = 1e-9  # microseconds: a step of one rank may take none
 
 
-class Blind(NamedTuple):
-    """Errors of predictions of runs of which nothing was given: of times their median and 90th percentile,
-    of ratios of two schemes the median."""
-
-    median: float
-    p90: float
-    ratio: float
-
-
-#: benchmarks/published.py --blind, docs/results/published_blind.json.
-BLIND = Blind(0.195, 0.433, 0.161)
+#: Errors of predictions of runs of which nothing was given: of times the median and the 90th percentile, of
+#: ratios of two schemes the median (benchmarks/published.py --blind, docs/results/published_blind.json).
+BLIND, BLIND_P90, BLIND_RATIO = 0.195, 0.433, 0.161
 
 
 class Estimate(msgspec.Struct, frozen=True):
@@ -102,8 +93,8 @@ def _missed(cluster: Cluster, chance: np.random.Generator, schedules: int) -> ND
     if cluster.scatter is not None:
         drift = cluster.drift * chance.standard_t(_PROBES, (_MACHINES, 1))
         return drift + cluster.scatter * chance.standard_t(_PROBES, (_MACHINES, schedules))
-    alone = BLIND.ratio / MEDIAN / math.sqrt(2)
-    together = math.sqrt((BLIND.median / MEDIAN) ** 2 - alone**2)
+    alone = BLIND_RATIO / MEDIAN / math.sqrt(2)
+    together = math.sqrt((BLIND / MEDIAN) ** 2 - alone**2)
     missed = together * chance.standard_normal((_MACHINES, 1))
     return missed + alone * chance.standard_normal((_MACHINES, schedules))
 
@@ -119,5 +110,5 @@ def words(cluster: Cluster, of: Iterable[tuple[str, Estimate]] = ()) -> str:
         return f"{text}what predictions on {cluster.name} miss: each {cluster.scatter:.0%}{drift}{decided}"
     return (
         f"{text}what this model misses of published runs that it knew nothing of: half are off by "
-        f"{BLIND.median:.0%}, one in ten by more than {BLIND.p90:.0%} (docs/predicted.md){decided}"
+        f"{BLIND:.0%}, one in ten by more than {BLIND_P90:.0%} (docs/predicted.md){decided}"
     )
