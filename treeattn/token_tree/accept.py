@@ -1,8 +1,7 @@
 """Acceptance of draft tokens: one rank decides for all, since ranks that decide alone drift apart.
 
-A rule walks down a row's tree. A row with one root begins there: the root is no draft but the token that was
-sampled last, whose keys and values are not in the cache yet. With `first` of `accept_greedy`, what the model
-says after the context, the roots are drafts too, and any number of them is allowed.
+A rule walks down a row's tree from its one root, which is no draft but the token that was sampled last, whose
+keys and values are not in the cache yet.
 
 Tiny differences between ranks (another CPU, another order of sums) would flip a choice that is nearly a tie;
 then counts differ, and the next collective hangs. So rank 0 decides and broadcasts; what other ranks pass is
@@ -26,7 +25,7 @@ from treeattn.token_tree.tree import Integers, TokenTree, integers
 
 Probabilities = NDArray[np.float64]
 
-#: Of a row and a node (-1: the context): the child to go to, if any, and the token after the node.
+#: Of a row and a node: the child to go to, if any, and the token after the node.
 NextNode = Callable[[int, int], tuple[list[int], int]]
 
 
@@ -34,7 +33,7 @@ class Accepted(NamedTuple):
     """What was decided, the same on every rank.
 
     path: int64 [batch, longest], the slots that are kept from the root on, then -1; what a cache commits.
-    counts: int64 [batch], how many; a root that is no draft is among them. next_tokens: int64 [batch], the
+    counts: int64 [batch], how many, the root among them. next_tokens: int64 [batch], the
     token that the model puts after the path: the root of the next tree.
     """
 
@@ -43,28 +42,20 @@ class Accepted(NamedTuple):
     next_tokens: Integers
 
 
-def accept_greedy(
-    tree: TokenTree,
-    target_tokens: ArrayLike,
-    *,
-    first: ArrayLike | None = None,
-    comm: Given = None,
-) -> Accepted:
+def accept_greedy(tree: TokenTree, target_tokens: ArrayLike, *, comm: Given = None) -> Accepted:
     """Keep the drafts that are what the model would have said itself. Collective.
 
     Parameters
     ----------
     tree : TokenTree
-        The drafts.
+        The drafts, behind one root in each row.
     target_tokens : integers [batch, L]
         The model's token after each node. Rank 0's count.
-    first : integers [batch], optional
-        Its token after the context; unless given each row has one root, which is no draft.
 
     Raises
     ------
     ArgumentError
-        On every rank: arrays of other shapes or types, several roots without `first`.
+        On every rank: arrays of other shapes or types, several roots.
 
     Examples
     --------
@@ -76,14 +67,12 @@ def accept_greedy(
 
     def walk() -> Accepted:
         tokens = integers("target_tokens", target_tokens, tree.tokens.shape)
-        begin = None if first is None else integers("first", first, (tree.batch,))
 
         def step(row: int, node: int) -> tuple[list[int], int]:
-            said = tokens[row, node] if node >= 0 or begin is None else begin[row]
-            children = tree.children(row, node)
+            said, children = tokens[row, node], tree.children(row, node)
             return children[tree.tokens[row, children] == said][:1].tolist(), int(said)
 
-        return _walk(tree, first is not None, step)
+        return _walk(tree, step)
 
     return broadcast_from_root(communicators.intracomm(comm), walk, "what rank 0 accepts")
 
@@ -155,7 +144,7 @@ def accept_speculative(
                 p, q = _residual(p, q, token)
             return [], draw_token(p, generator)
 
-        return _walk(tree, False, step)
+        return _walk(tree, step)
 
     return broadcast_from_root(communicators.intracomm(comm), walk, "what rank 0 accepts")
 
@@ -179,19 +168,18 @@ def draw_token(p: Probabilities, generator: np.random.Generator) -> int:
     return int(np.searchsorted(reached, min(generator.random() * total, np.nextafter(total, 0)), "right"))
 
 
-def _walk(tree: TokenTree, from_context: bool, step: NextNode) -> Accepted:
+def _walk(tree: TokenTree, step: NextNode) -> Accepted:
     """Go down every row's tree as `step` says: the slots that are kept, and the token after them."""
     paths, tokens = [], []
     for row in range(tree.batch):
-        roots = tree.children(row).tolist()
-        if not from_context and len(roots) != 1:
+        path = tree.children(row).tolist()
+        if len(path) != 1:
             raise ArgumentError(
-                f"row {row} has {len(roots)} roots: without first= it is one, the token that was sampled "
-                "last; pass what the model says after the context"
+                f"row {row} has {len(path)} roots: it is one, the token that was sampled last, which drafts "
+                "follow"
             )
-        path = [] if from_context else roots
         while True:
-            child, token = step(row, path[-1] if path else -1)
+            child, token = step(row, path[-1])
             if not child:
                 break
             path += child

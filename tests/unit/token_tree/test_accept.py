@@ -93,7 +93,9 @@ def test_greedy_is_the_published_rule():
 @given(st.integers(0, 2**32 - 1))
 def test_greedy_is_decoding_token_by_token(seed):
     draw = np.random.default_rng(seed)
-    tree = TokenTree.from_beams(draw.integers(0, 3, (3, 6, 5)))
+    beams = draw.integers(0, 3, (3, 6, 5))
+    beams[..., 0] = START
+    tree = TokenTree.from_beams(beams)
     says = draw.integers(0, 3, (3, 3**5))  # of a context: the model's next token
 
     def key(tokens):
@@ -101,13 +103,12 @@ def test_greedy_is_decoding_token_by_token(seed):
 
     targets = np.array([[says[row, key(tree.tokens[row, tree.path(row, slot)])] for slot in range(tree.nodes)]
                         for row in range(3)])  # fmt: skip
-    first = np.array([says[row, key([])] for row in range(3)])
-    accepted = accept_greedy(tree, targets, first=first)
+    accepted = accept_greedy(tree, targets)
     words = [
         {tuple(tree.tokens[row, tree.path(row, s)]) for s in range(tree.lengths[row])} for row in range(3)
     ]
     for row in range(3):
-        said = [int(first[row])]
+        said = [START]
         while tuple(said) in words[row]:
             said.append(int(says[row, key(said)]))
         count = accepted.counts[row]
@@ -173,7 +174,6 @@ def test_the_first_of_equal_siblings_is_kept():
     [
         (lambda: accept_greedy(CHAIN, [[1, 2, 3]]), "target_tokens are int64 [1, 3]: integers [1, 2]"),
         (lambda: accept_greedy(CHAIN, [[1.0, 2.0]]), "target_tokens are float64"),
-        (lambda: accept_greedy(CHAIN, [[1, 2]], first=[[1]]), "first are int64 [1, 1]"),
         (lambda: accept_greedy(FOREST, [[1, 2]]), "row 0 has 2 roots"),
         (lambda: accept_speculative(CHAIN, ONES[0], ONES, None), "[1, 2, vocabulary] is needed"),
         (lambda: accept_speculative(CHAIN, ONES * 2, ONES, None), "probabilities are no probabilities"),
