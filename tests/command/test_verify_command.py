@@ -51,15 +51,15 @@ def dense(given):
 
 
 @pytest.mark.parametrize(("ranks", "options"), sample(2, [
-    (1, []), (3, ["--layout", "zigzag"]), (4, ["--layout", "sizes=0,50,0,0"]),
-    (2, ["--layout", "interleaved"]),
+    (1, []), (3, ["--layout", "zigzag", "--owner", "round_robin"]), (4, ["--layout", "sizes=0,50,0,0"]),
+    (2, ["--owner", "position", "--layout", "interleaved"]),
 ]))  # fmt: skip
 def test_a_tree_of_a_file(tmp_path, ranks, options):
     source = written(tmp_path / "tree.safetensors")
     result, words = tmp_path / "out.safetensors", ("--json", tmp_path / "facts.json", "--repeat", 2)
     done = treeattn("verify", source, *options, "--out", result, *words, ranks=ranks)
     assert done.stderr == ""
-    assert "tree.safetensors: 50 tokens and 8+3 drafts, " in done.said
+    assert "tree.safetensors: 50 tokens and 8+3 drafts (" in done.said
     read = files.open_cache(result)
     wanted, wanted_lse = dense(tensors())
     np.testing.assert_allclose(read["out"], wanted, atol=2e-5)
@@ -72,7 +72,7 @@ def test_several_schemes_side_by_side(tmp_path):
     source = written(tmp_path / "tree.safetensors")
     done = treeattn("verify", source, "--scheme", "binary_tree,recursive_doubling", ranks=2)
     assert done.stderr == ""
-    assert "drafts, " in done.stdout
+    assert "drafts (single)" in done.stdout
     assert done.stdout.count("pass") == 2
 
 

@@ -303,7 +303,10 @@ def test_nothing_is_allocated_from_step_to_step(runtime: EmulatorRuntime) -> Non
             tree = TokenTree.from_parents([list(range(nodes))] * 2, parents, [nodes, 3])
             q, draft_k, draft_v = rows(nodes, 4), rows(nodes, 2), rows(nodes, 2)
             allocated = runtime.allocations
-            out, _ = verifier(q, cache.k, cache.v, draft_k, draft_v, tree, cache.lengths)
+            out, _ = verifier(
+                *(q, cache.k, cache.v, draft_k, draft_v, tree, cache.lengths),
+                shard_lengths=cache.shard_lengths,
+            )  # fmt: skip
             assert step < 2 or runtime.allocations == allocated
             assert np.isfinite(out).all()
             cache.propose(draft_k, draft_v, tree)

@@ -30,7 +30,7 @@ plot results.jsonl --figures time,relative --format svg,png --width 3in --baseli
 report results.jsonl --cluster lumi --baseline kv_ring --out a.html
 decode cache.safetensors --scheme hierarchical:nodes=1 --layout zigzag
 decode cache.safetensors --repeat 2 --reproducible tokens --out a.safetensors --json a.json
-verify drafts.safetensors --scheme ring --layout zigzag --repeat 2 --out a.safetensors
+verify drafts.safetensors --scheme ring --layout zigzag --owner round_robin --repeat 2 --out a.safetensors
 generate --model . --prompt-ids 1,2,3 -n 3 --draft ngram
 generate --model . --prompt-ids 1,2,3,4,5,6 --weights sharded --decode kv_ring
 compare --schemes chain,ring --bytes 144,288 --head-dim 16 --repetitions 1 --out b

@@ -64,6 +64,7 @@ class Serving:
         given = {"v_dim": self.v_dim, "latent": self.latent, "layers": 2, "drafts": NODES}
         self.cache = ShardedCache(comm, capacity=room, layout=layout, **given, **plan)
         self.decoder = Decoder(comm, cache=self.cache.format, **plan_trees)
+        self.owner = str(self.draw.choice(["single", "position", "round_robin", "where they will lie"]))
         self.verifier = Verifier(comm, nodes=NODES, **plan_trees)
         self.width = (kv_heads, DIM if self.latent else DIM + self.v_dim)
         self.whole = [[np.zeros((0, *self.width)) for _ in range(self.batch)] for _ in "ab"]
@@ -115,12 +116,16 @@ class Serving:
             if lengths[row]:
                 slots = tree.path(row, int(self.draw.integers(lengths[row])))[: max(0, 60 - total)]
                 path[row, : len(slots)] = slots
-        q = self.draw.standard_normal((self.batch, NODES, 2 * self.width[0], DIM))
+        q, owner = self.draw.standard_normal((self.batch, NODES, 2 * self.width[0], DIM)), self.owner
+        if owner == "where they will lie":
+            full = self.cache.layers[0].totals.max() > 60 - NODES
+            owner = "single" if full else self.cache.owners(self.cache.draft_positions(tree))
         for layer, sequences in self.layers():
             new = self.draw.standard_normal((self.batch, NODES, *self.width))
             drafts = self.both(new)
             if self.v_dim == DIM:
-                found = self.verifier(q, layer.k, layer.v, *drafts, tree, layer.lengths)
+                context = layer.k, layer.v, *drafts, tree, layer.lengths
+                found = self.verifier(q, *context, shard_lengths=layer.shard_lengths, owner=owner)
                 self.compare(found, q, sequences, new, tree)
             layer.propose(*drafts, tree)
             layer.commit(path)

@@ -100,10 +100,10 @@ def test_a_token_tree_has_the_bits_of_one_rank(seed, comm):
     whole = {"comm": MPI.COMM_SELF, "lengths": case.lengths, "reproducible": "tokens"}
     want = verify(case.q, case.k, case.v, *drafts, **whole)
     k, v, lengths = case.shard(comm.rank)
-    for scheme in ("chain", "ring", "mpi_allreduce"):
-        given = {"comm": comm, "lengths": lengths, "scheme": scheme, "reproducible": "tokens"}
+    for owner, scheme in (("single", "chain"), ("position", "ring"), ("round_robin", "mpi_allreduce")):
+        given = {"comm": comm, "lengths": lengths, "owner": owner, "scheme": scheme, "reproducible": "tokens"}
         got = verify(case.q, k, v, *drafts, **given)
-        assert [x.tobytes() for x in got] == [x.tobytes() for x in want], scheme
+        assert [x.tobytes() for x in got] == [x.tobytes() for x in want], (owner, scheme)
 
 
 def test_the_certificate_says_whose_the_bits_are(comm):

@@ -88,7 +88,8 @@ def test_steps_of_a_cache_and_a_verifier(comm):
 
         def step():
             layer.append(drafts, drafts)
-            verifier(q, layer.k, layer.v, drafts, drafts, TREE, layer.lengths)
+            lengths = layer.shard_lengths
+            verifier(q, layer.k, layer.v, drafts, drafts, TREE, layer.lengths, shard_lengths=lengths)
             layer.propose(drafts, drafts, TREE)
             layer.commit([[0, 1]])
             layer.rollback([0])

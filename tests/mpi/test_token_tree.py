@@ -10,18 +10,26 @@ from treeattn.token_tree import TokenTree, Verifier, accept_greedy, accept_specu
 TREE = TokenTree.from_beams(np.array([[[0, 1, 2], [0, 2, 3]], [[0, 3, 1], [0, 3, 2]]]))
 #: Schedules of both kinds of determinism, and what has none.
 SCHEMES = ["hierarchical", "chain", "ring", "mpi_allreduce", "two_allreduce"]
+OWNERS = ("single", "position", "round_robin", "drawn")
+
+
+def owner_of(name, case, comm):
+    if name != "drawn":
+        return name
+    return np.random.default_rng(1).integers(0, comm.size, case.tree.tokens.shape)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_packed_is_each_beam_alone(comm, scheme):
-    """Layouts with empty shards, ragged batches; the cases differ from scheme to scheme."""
+    """Every owner, layouts with empty shards, ragged batches; the cases differ from scheme to scheme."""
     dtypes = DTYPES[1:] if scheme == "mpi_allreduce" else DTYPES  # which has no float64
-    for turn in range(4):
+    for turn in range(len(OWNERS)):
         case = Case.draw(1000 * SCHEMES.index(scheme) + turn, comm.size, dtypes)
         k, v, lengths = case.shard(comm.rank)
+        owner = owner_of(OWNERS[turn], case, comm)
         out, lse = verify(
             *(case.q, k, v, case.draft_k, case.draft_v, case.tree),
-            comm=comm, scheme=scheme, lengths=lengths,
+            comm=comm, scheme=scheme, lengths=lengths, owner=owner,
         )  # fmt: skip
         case.check(out, lse)
         assert_same_bits(comm, out, lse)
@@ -38,10 +46,13 @@ def test_each_key_is_counted_once(comm):
     k, draft_k = np.zeros((tree.batch, len(range(*own.indices(tokens))), 1, dim)), q
     v = np.broadcast_to(names[:, :tokens][:, own], k.shape)
     draft_v = np.broadcast_to(names[:, tokens : tokens + tree.nodes], q.shape)
-    out, _ = verify(q, k, v, draft_k, draft_v, tree, comm=comm)
-    seen = np.concatenate([np.ones((*q.shape[:2], tokens), bool), tree.mask], 2) & tree.real[..., None]
-    counted = out[:, :, 0, : tokens + tree.nodes] * np.maximum(seen.sum(2), 1)[..., None]
-    np.testing.assert_allclose(counted, seen, atol=1e-12)
+    for owner in OWNERS:
+        out, _ = verify(
+            q, k, v, draft_k, draft_v, tree, comm=comm, owner=owner_of(owner, case, comm)
+        )  # fmt: skip
+        seen = np.concatenate([np.ones((*q.shape[:2], tokens), bool), tree.mask], 2) & tree.real[..., None]
+        counted = out[:, :, 0, : tokens + tree.nodes] * np.maximum(seen.sum(2), 1)[..., None]
+        np.testing.assert_allclose(counted, seen, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +103,7 @@ def test_what_ranks_disagree_about(comm, several):
         "draft_k differs between ranks": {"draft_k": case.draft_k + 1},
         "draft_v differs between ranks": {"draft_v": case.draft_v * 2},
         "the tree differs": {"tree": moved},
+        "owner differs between ranks": {"owner": "round_robin"},
         f"rank {comm.size - 1}: draft_k has shape .* and draft_v": {"draft_v": case.draft_v[:, 1:]},
     }.items():
         mine = change if comm.rank == comm.size - 1 else {}
@@ -104,6 +116,8 @@ def test_what_cannot_be_verified(comm):
         "the tree has": {"tree": TokenTree.chain([[1]])},
         "is needed": {"tree": case.tree.mask},
         "draft_k has shape": {"draft_k": case.draft_k[..., :4]},
+        "owner 'nobody' is unknown": {"owner": "nobody"},
+        f"ranks from 0 to {comm.size - 1}": {"owner": np.full(case.tree.tokens.shape, comm.size)},
         "must lie between 0 and": {"lengths": case.shard(comm.rank)[2] + 1000},
         "not supported": {"q": case.q.astype(int)},
         "kv_ring attends while it communicates": {"scheme": "kv_ring"},

@@ -95,10 +95,8 @@ class Plain:
         for layer, caches in self.each_layer():
             new = self.tokens(len(counts), int(counts.max()))
             for cache in caches:
-                most = int(cache.totals.max() + counts.max())
-                own = cache.positions.positions(0, cache.positions.below(most))
                 mine = [
-                    np.flatnonzero(np.isin(cache.totals[row] + np.arange(count), own))
+                    np.flatnonzero(cache.owners(cache.totals[row] + np.arange(count)) == cache.rank)
                     for row, count in enumerate(counts)
                 ]
                 own = self.tokens(len(counts), max(map(len, mine)))
@@ -160,6 +158,8 @@ class Plain:
                         np.testing.assert_array_equal(array[row, : len(there)], whole[there])
                         np.add.at(found, there, 1)
                     assert (found == 1).all()  # each on one rank
+            everyone = np.array([cache.lengths for cache in caches])
             for cache in caches:
                 np.testing.assert_array_equal(cache.totals, self.totals)
+                np.testing.assert_array_equal(cache.shard_lengths, everyone)
                 assert cache.capacity >= max(self.totals.max(), self.capacity)

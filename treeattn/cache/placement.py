@@ -8,6 +8,7 @@ rank's shard is the same in every layer, so it is found once, by the first layer
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -45,6 +46,18 @@ class Placement:
             self.name, self.runs = "position by position", _by_owner(layout, capacity, size)
         self.rank, self.own = rank, self.runs[rank]
 
+    def owners(self, positions: ArrayLike) -> Array:
+        """The ranks of these positions, int64. Raises `ArgumentError` for one that is no rank's."""
+        positions = whole_numbers("positions", positions)
+        least, most = (int(positions.min()), int(positions.max())) if positions.size else (0, 0)
+        if least < 0 or most >= (self.limit or most + 1):
+            room = "no position is below 0" if least < 0 else f"the cache has room for {self.limit}"
+            raise ArgumentError(f"position {least if least < 0 else most}: {room}")
+        found = np.zeros(positions.shape, np.int64)
+        for rank, runs in enumerate(self.runs):
+            found[runs.all_below(positions + 1) > runs.all_below(positions)] = rank
+        return found
+
 
 class Write(NamedTuple):
     """New tokens of some sequences: `chosen` of those that are given go to `into` of the shard. rows: a
@@ -70,6 +83,13 @@ class Reach:
         self.most, self.longest = int(self.lengths.max()), int(self.totals.max())
         self._question: object = None
         self._answer: object = None
+
+    @functools.cached_property
+    def shard_lengths(self) -> Array:
+        """Valid tokens of all ranks, int64 [ranks, batch], read-only."""
+        lengths = np.array([runs.all_below(self.totals) for runs in self.placement.runs])
+        lengths.flags.writeable = False
+        return lengths
 
     def append(self, given: int, counts: ArrayLike | None, own: bool = False) -> tuple[list[Write], Reach]:
         """What appending the next `counts` [batch] tokens of each sequence writes to this rank's shard, and

@@ -78,6 +78,12 @@ class CacheLayer:
         return self._reach.totals
 
     @property
+    def shard_lengths(self) -> Array:
+        """Valid tokens of every rank's shard, int64 [ranks, batch], read-only; every rank computes it without
+        a message."""
+        return self._reach.shard_lengths
+
+    @property
     def positions(self) -> Runs:
         """Positions of this shard's tokens, those to come among them."""
         return self._plan.placement.own
@@ -97,6 +103,14 @@ class CacheLayer:
         more = {"k_scale": shape.k_scale, "v_scale": shape.v_scale, "dtype": shape.kv_dtype}
         more |= {"v_dim": shape.v_dim if latent else None, "positions": self.positions}
         return Shard(self.k, self.v, self.lengths, **more)
+
+    def owners(self, positions: ArrayLike) -> Array:
+        """The ranks of these positions, int64. Raises `ArgumentError` for one that is no rank's."""
+        return self._plan.placement.owners(positions)
+
+    def draft_positions(self, tree: TokenTree) -> Array:
+        """Positions of the nodes of a tree, int64 [batch, L], after the sequence; pads as node 0."""
+        return self.totals[:, None] + tree.depths
 
     def append(self, k: Array, v: Array | None = None, counts: ArrayLike | None = None) -> None:
         """Add the next tokens of each sequence: k, v [batch, tokens, kv_heads, head_dim or v_dim], the same

@@ -23,6 +23,7 @@ from treeattn.partial import Array
 from treeattn.report import Column, microseconds
 from treeattn.shards import Layout
 from treeattn.token_tree import TokenTree, Verifier
+from treeattn.token_tree.owners import OWNERS, draft_owners
 
 
 @click.command("verify")
@@ -31,6 +32,7 @@ from treeattn.token_tree import TokenTree, Verifier
               help="How partials are reduced over ranks; several, side by side. Default: by the nodes "
                    "of the job.")  # fmt: skip
 @options.LAYOUT
+@click.option("--owner", type=click.Choice(OWNERS), default="single", help="Which rank counts which draft.")
 @options.REPEAT
 @click.option("--reproducible", is_flag=True,
               help="Bits that depend on the set of tokens alone, with their SHA-256.")  # fmt: skip
@@ -40,6 +42,7 @@ def command(
     source: Path,
     schemes: str | None,
     layout: Layout,
+    owner: str,
     repeat: int,
     reproducible: bool,
     no_check: bool,
@@ -57,15 +60,17 @@ def command(
     world = options.ranks()
     named = for_out(output, [None] if schemes is None else given(world, schemes))
     output.open(source, world=world)
-    drafts = Drafts(world, source, layout)
+    drafts = Drafts(world, source, layout, owner)
     judge = Judge(world, drafts, not no_check, None, False)
     context, kind = (drafts.k, drafts.v, drafts.draft_k, drafts.draft_v), "tokens" if reproducible else None
-    planned = drafts.shape.plain | {"scale": drafts.scale, "reproducible": kind}
+    planned = drafts.shape.plain | {"scale": drafts.scale, "owner": owner, "reproducible": kind}
     planned["nodes"] = planned.pop("queries")
     rows: list[Row] = []
     for scheme in named:
         with Verifier(world, **planned, scheme=scheme) as verifier:
-            step = partial(verifier, drafts.q, *context, drafts.tree, drafts.lengths)
+            step = partial(
+                verifier, drafts.q, *context, drafts.tree, drafts.lengths, shard_lengths=drafts.shard_lengths
+            )
             first, others = timed(world, verifier.decoder, repeat, {"step": step})
             out, lse = map(np.copy, step())
             row = ended_with(world, verifier.decoder, judge, out, lse, kind)
@@ -78,20 +83,23 @@ def command(
 class Drafts(Problem):
     """A tree over the cache of a file, and what its nodes hold."""
 
-    def __init__(self, world: Communicator, source: Path, layout: Layout) -> None:
+    def __init__(self, world: Communicator, source: Path, layout: Layout, owner: str) -> None:
         super().__init__(world, source, layout)
+        self.owner = owner
         collectively(world, self._read_nodes)
         self._counts_drafts = world.rank == 0
         self._valid = np.full(self.shape.batch, len(self.positions)) if self.lengths is None else self.lengths
+        self.shard_lengths = world.allgather(self._valid.tolist())
+        collectively(world, lambda: draft_owners(self.owner, self.tree, world.size, self.shard_lengths))
 
     @property
     def described(self) -> dict[str, Any]:
-        return super().described | {"nodes": self.tree.lengths.tolist()}
+        return super().described | {"nodes": self.tree.lengths.tolist(), "owner": self.owner}
 
     @property
     def held(self) -> str:
         nodes = "+".join(map(str, self.tree.lengths.tolist()))
-        return f"{super().held} and {nodes} drafts"
+        return f"{super().held} and {nodes} drafts ({self.owner})"
 
     def _rules(self) -> Rules:
         """None: causal or not, a node sees the whole context and its ancestors."""

@@ -197,19 +197,22 @@ class Session:
         if verifier is None or tree.nodes != verifier.shape.queries or tree.batch != 1:
             raise ArgumentError(f"{tree}: the session was planned without trees, or for others: see drafts=")
         self._check_prefilled()
+        lengths = self._cache.shard_lengths
 
         def attend(layer: int, q: Array, k: Array, v: Array) -> Array:
             self._cache.layers[layer].propose(k[None], v[None], tree)
-            return self._timed(verifier, layer, q, k[None], v[None], tree)
+            return self._timed(verifier, layer, q, k[None], v[None], tree, shard_lengths=lengths)
 
         return attend
 
-    def _timed(self, attention: Decoder | Verifier, layer: int, q: Array, *drafts: Any) -> Array:
+    def _timed(
+        self, attention: Decoder | Verifier, layer: int, q: Array, *drafts: Any, **options: Any
+    ) -> Array:
         cache = self._cache.layers[layer]
         end = int(cache.lengths[0])  # rings send what they are given: nothing of the spare room
         began = time.perf_counter()
         k, v = (array[:, :end] for array in cache.arrays)
-        out, _ = attention(q[None], k, v, *drafts)
+        out, _ = attention(q[None], k, v, *drafts, **options)
         self.attention_s += time.perf_counter() - began
         attended: Array = out[0]
         return attended

@@ -1,9 +1,9 @@
 """All draft tokens attend to the whole sharded context and to their ancestors, in one reduction.
 
 What a rank knows of a draft token is a record as ever: of its part of the context, which every node sees
-whole, and on rank 0 of its ancestors, so that each counts once. The context pass needs no mask and reads the
-cache once for all nodes; the mask is over the few draft tokens alone. Records of both merge where they are
-made, and what travels is batch * L * heads * (head_dim + 2) numbers, once.
+whole, and of those ancestors that it owns. The context pass needs no mask and reads the cache once for all
+nodes; the mask is over the few draft tokens alone. Records of both merge where they are made, and what
+travels is batch * L * heads * (head_dim + 2) numbers, once.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from treeattn.errors import ArgumentError
 from treeattn.mpi import communicators
 from treeattn.mpi.communicators import Agreement
 from treeattn.partial import Array
+from treeattn.token_tree.owners import check_owner, draft_owners
 from treeattn.token_tree.tree import TokenTree
 
 _NAMES, _OVER = ("q", "k", "v", "draft_k", "draft_v"), "a tree is verified over"
@@ -48,6 +49,7 @@ def verify(
     scheme: str | Schedule | Reduction | None = None,
     scale: float | None = None,
     lengths: ArrayLike | None = None,
+    owner: str | ArrayLike = "single",
     device: str | None = None,
     reproducible: str | None = None,
 ) -> tuple[Array, Array]:
@@ -67,6 +69,9 @@ def verify(
         effect.
     lengths : [batch], optional
         Valid tokens of this shard; all unless given.
+    owner : str or [batch, L]
+        Which rank attends to a draft: "single", "position", "round_robin" or ranks; see
+        `treeattn.token_tree.owners.draft_owners`. The result is the same for each.
     comm, scheme, scale, device, reproducible
         As for `treeattn.decode`. Schemes that attend while they communicate, and those that leave each rank
         a slice, are refused.
@@ -96,7 +101,7 @@ def verify(
     with Agreement(comm, "verify") as agreed:
         where = find(arrays.device_of("q", q) if device is None else device, reproducible, comm.size)
         shard = Shard.of(k, v, lengths).in_rows(_OVER)
-        query, held, shape, _ = where.admit(q, shard, scale)
+        query, held, shape, tokens = where.admit(q, shard, scale)
         keys = where.tensor("draft_k", draft_k, shard.dtype)
         values = where.tensor("draft_v", draft_v, shard.dtype)
         _check_drafts(shape, tree, keys, values)
@@ -107,10 +112,14 @@ def verify(
             "draft_k": _digest(where, keys, tree),
             "draft_v": _digest(where, values, tree),
         }
+        valid = where.host_lengths(held.lengths)
+        agreed.share = [tokens] * tree.batch if valid is None else np.asarray(valid).tolist()
     planned = shape.plain
     planned |= {"nodes": planned.pop("queries"), "scheme": scheme, "scale": scale, "device": where.name}
-    with Verifier(comm, **planned, reproducible=reproducible) as verifier:
-        return arrays.give(verifier(query, held, None, keys, values, tree), q)
+    planned |= {"owner": owner, "reproducible": reproducible}
+    with Verifier(comm, **planned) as verifier:
+        results = verifier(query, held, None, keys, values, tree, shard_lengths=agreed.gathered)
+        return arrays.give(results, q)
 
 
 class Verifier:
@@ -143,11 +152,12 @@ class Verifier:
         scheme: str | Schedule | Reduction | None = None,
         scale: float | None = None,
         device: str = "cpu",
+        owner: str | ArrayLike = "single",
         reproducible: str | None = None,
     ) -> None:
         comm = communicators.intracomm(comm)
         with Agreement(comm, "Verifier") as agreed:
-            agreed.must_match = {"nodes": nodes}
+            agreed.must_match = {"owner": check_owner(owner), "nodes": nodes}
             because = "drafts join the records of the context before a reduction to every rank"
             self._device = find(device, reproducible, comm.size)
             folding(scheme, because, comm, self._device.name)
@@ -160,8 +170,8 @@ class Verifier:
             self._tables = MaskTables(Rules(), batch, nodes)
             factor = self.shape.logit_scale(scale)
             self._attend = self._device.attention(self.shape, self._records, factor, self._tables)
-            self._masked: TokenTree | None = None
-        self._counts_drafts = comm.rank == 0
+            self._masked: tuple[TokenTree, Array] | None = None
+        self.owner, self._size, self._rank = owner, comm.size, comm.rank
         how: dict[str, Any] = {"scheme": scheme, "reproducible": reproducible}
         self.decoder = Decoder(comm, **self.shape.plain, scale=scale, device=device, **how)
         records = (array.reshape(-1, operator.width) for array in (self.decoder.records, self._records))
@@ -177,8 +187,15 @@ class Verifier:
         draft_v: AnyArray,
         tree: TokenTree,
         lengths: ArrayLike | None = None,
+        *,
+        shard_lengths: ArrayLike | None = None,
+        owner: str | ArrayLike | None = None,
     ) -> tuple[Array, Array]:
         """One step: (out, lse), valid until the next call. Every rank must call.
+
+        shard_lengths: [ranks, batch] valid tokens of the context on each rank, as `ShardedCache` knows them:
+        by these "single" and "position" choose. owner: another one for this step, such as ranks [batch, L].
+        Both must be the same on every rank.
 
         Raises `ArgumentError` for arrays that do not fit the plan, on one rank alone as a `Decoder` does.
         """
@@ -188,9 +205,11 @@ class Verifier:
             k, v, lengths = shard.k, shard.v, shard.lengths
         q, k, v, draft_k, draft_v = self._containers.take(q, k, v, draft_k, draft_v, names=_NAMES)
         _check_drafts(self.shape, tree, draft_k, draft_v)
+        owners = draft_owners(self.owner if owner is None else owner, tree, self._size, shard_lengths)
+        mine = tree.real & (owners == self._rank)
         self.decoder.local(q, k, v, lengths)
-        if self._counts_drafts and tree.real.any():
-            self._mask(tree)
+        if mine.any():
+            self._mask(tree, mine)
             self._device.check(self.shape, q, draft_k, draft_v, None)
             self._attend(q, draft_k, draft_v, None)
             self._merge()
@@ -199,11 +218,11 @@ class Verifier:
         blank_pads(tree, self.decoder.out, self.decoder.lse)
         return self._containers.give()
 
-    def _mask(self, tree: TokenTree) -> None:
-        """Let each node see its ancestors; trees mostly come again."""
-        if self._masked is not tree:
-            self._tables.update(None, tree.nodes, mask=tree.mask & tree.real[:, :, None])
-            self._masked = tree
+    def _mask(self, tree: TokenTree, mine: Array) -> None:
+        """Let each node see those ancestors that are `mine`, bool [batch, L]; trees mostly come again."""
+        if self._masked is None or self._masked[0] is not tree or not np.array_equal(self._masked[1], mine):
+            self._tables.update(None, tree.nodes, mask=tree.mask & tree.real[:, :, None] & mine[:, None, :])
+            self._masked = tree, mine
 
     def close(self) -> None:
         """Release communicator and requests. Collective."""

@@ -58,6 +58,13 @@ def test_layers_find_out_once_what_a_token_means(monkeypatch):
         assert len(asked) == count
 
 
+def test_drafts_stand_where_their_depth_says():
+    (shard,) = caches(1, batch=2, capacity=10, drafts=4)
+    shard.append(*np.zeros((2, 2, 3, HEADS, DIM), np.float32), counts=[3, 1])
+    tree = TokenTree.from_parents([[1, 2, 3, 4]] * 2, [[-1, 0, 0, 1]] * 2, [4, 1])
+    assert shard.draft_positions(tree).tolist() == [[3, 4, 4, 5], [1, 1, 1, 1]]
+
+
 ROWS = np.zeros((1, 2, HEADS, DIM), np.float32)
 
 
@@ -81,6 +88,9 @@ ROWS = np.zeros((1, 2, HEADS, DIM), np.float32)
         (lambda shard: shard.propose(ROWS, ROWS, TokenTree.chain([[1, 2]])), "at most drafts=1"),
         (lambda shard: shard.rollback([1]), "from 0 to [0] are there"),
         (lambda shard: shard.rollback([[1], [0, 1]]), "totals: no array of whole numbers"),
+        (lambda shard: shard.owners([5]), "room for 5"),
+        (lambda shard: shard.owners([-1, 2]), "position -1"),
+        (lambda shard: shard.owners([0.5]), "positions of float64: whole numbers"),
     ],
 )
 def test_what_does_not_fit(call, words):
