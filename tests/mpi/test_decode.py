@@ -1,5 +1,6 @@
 """The main job on real and made-up caches, at whatever size the job has."""
 
+import dataclasses
 from dataclasses import replace
 from pathlib import Path
 
@@ -127,3 +128,32 @@ def test_a_decode_runs_few_files(comm):
     files = min((files_of_one() for _ in range(10)), key=len)
     assert [name for name in files if name.removeprefix("treeattn/") not in PAGE] == []
     assert 10 < len(files) <= MOST, " ".join(files)
+
+
+SHAPE = {"heads": 6, "kv_heads": 6, "head_dim": 16, "dtype": "float32"}
+
+
+def sections(decoder):
+    """Title -> {name: what is said of it}."""
+    found, rows = {}, {}
+    for line in str(decoder.plan).splitlines()[1:]:
+        if line.startswith("  "):
+            name, _, text = line.strip().partition("  ")
+            rows[name] = text.strip()
+        else:
+            rows = found[line] = {}
+    return found
+
+
+def test_a_plan_says_what_a_step_does(comm):
+    with treeattn.Decoder(comm, **SHAPE, scheme="recursive_doubling") as decoder:
+        said = sections(decoder)
+        assert list(said["stages"]) == ["attend", "reduce", "finish"]
+        assert f"run by {decoder.executor} over mpi" in said["stages"]["reduce"]
+        assert said["buffers"]["records"] == "[1, 6, 1, 18] float32, 432 bytes"
+        sent = said["messages that this rank sends in a step"]
+        assert set(sent) == ({f"{size:,} bytes" for _, size in decoder.sent} or {"none"})
+        assert set(said["why"]) == {"scheme", "transport", "executor", "calls"}
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            decoder.plan.transport = "nccl"
+    assert str(decoder.plan) == "recursive_doubling: closed"

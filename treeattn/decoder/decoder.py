@@ -39,7 +39,7 @@ class Decoder(PlannedDecode):
     Attributes
     ----------
     plan : Plan
-        What was decided.
+        What was decided; ``print(decoder.plan)`` says every stage, buffer and message, and why.
     schedule, certificate
         What was planned and proved; None where no schedule is run.
     transport, executor : str

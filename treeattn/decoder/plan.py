@@ -70,7 +70,7 @@ class Buffers:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What a step is made of, decided once.
+    """What a step is made of, decided once; ``print`` says every stage, buffer and message, and why.
 
     The stages, in order: `attend`, called with q, k, v and lengths (and a block table), writes the records of
     this rank, and reads `tables` where there are some; `add_sinks`, on one rank, if any; `buffers.to_wire`;
@@ -91,6 +91,11 @@ class Plan:
     add_sinks: Callable[[], object] | None
     reducer: Reducer
     finish: Callable[[], object]
+
+    def __str__(self) -> str:
+        from treeattn.decoder.plan_text import described  # nobody asks in a step
+
+        return described(self)
 
     @functools.cached_property
     def fused_step(self) -> WholeStep | None:
