@@ -17,13 +17,13 @@ from treeattn.cli import commands
 ROOT = Path(__file__).resolve().parents[2]
 #: Folders -> lines of Python.
 LINES = {
-    ("treeattn", "collectives"): 33_681,
-    ("tests",): 34_555,
+    ("treeattn", "collectives"): 33_915,
+    ("tests",): 34_649,
     ("benchmarks",): 1_964,
     ("tools",): 443,
     ("jobs",): 1_037,
 }
-STATEMENTS = 20_159  # of the package
+STATEMENTS = 20_302  # of the package
 WORDS = 21_998  # of docs and README
 COMMANDS = 16
 OPTIONS = {"compare": 16, "simulate": 14, "generate": 12}
