@@ -11,6 +11,7 @@ import transformers
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from tests.support.sharded_models import check_text
 from tests.support.tiny_models import assert_close, made, padded, prompt
 from treeattn import huggingface
 from treeattn.errors import ArgumentError, StateError, TreeattnError
@@ -41,18 +42,22 @@ def test_attention_and_mask_are_registered():
     assert "treeattn" in masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()
 
 
-@pytest.mark.parametrize("family", ["Bloom", "Mpt", "Falcon", "XGLM"])
-def test_a_family_that_goes_another_way_is_refused_whatever_name_it_takes(comm, family):
-    config = getattr(transformers, f"{family}Config")()
+#: What is made of a configuration -> what is said of it.
+NOT_SERVED = [
+    *(
+        (name, {}, "does not go through transformers' attention")
+        for name in ("Bloom", "Mpt", "Falcon", "XGLM")
+    ),
+    ("RecurrentGemma", {}, "a state of its own"),  # it would go on with that of the text before
+    ("Llama4Text", {"num_hidden_layers": 4, "attention_chunk_size": 8}, "layers of 'chunked_attention' are"),
+]
+
+
+@pytest.mark.parametrize(("family", "given", "match"), NOT_SERVED)
+def test_a_family_that_is_not_served_is_refused_whatever_name_it_takes(comm, family, given, match):
+    config = getattr(transformers, f"{family}Config")(**given)
     config._attn_implementation_internal = "treeattn"
-    match = "does not go through transformers' attention interface"
     refused(match, huggingface.ShardedKV, config, comm, capacity=64)
-
-
-def test_a_state_beside_the_cache(comm):
-    """RecurrentGemma goes on with that of the text before, whatever cache it is given."""
-    config = transformers.RecurrentGemmaConfig(attn_implementation="treeattn")
-    refused("a state of its own", huggingface.ShardedKV, config, comm, capacity=64)
 
 
 def test_a_model_that_goes_another_way_is_refused_at_its_first_keys(comm, monkeypatch):
@@ -118,8 +123,7 @@ def test_no_crop_makes_a_half_filled_layer_whole(comm, monkeypatch, layers, befo
     with pytest.raises(TreeattnError), torch.no_grad():
         model(prompt()[:, -1:], cache=kv)
     kv.reset()
-    wanted = made("Llama", num_hidden_layers=layers).generate(prompt(), do_sample=False, max_new_tokens=3)
-    assert model.generate(prompt(), cache=kv, do_sample=False, max_new_tokens=3).tolist() == wanted.tolist()
+    check_text(made("Llama", num_hidden_layers=layers), prompt(), lambda _: kv, max_new_tokens=3)
 
 
 def test_another_attention_than_the_one_registered(comm, model):
@@ -129,13 +133,24 @@ def test_another_attention_than_the_one_registered(comm, model):
     refused("did not attend to them", eager.generate, prompt(), past_key_values=kv, max_new_tokens=2)
 
 
-def test_padding_on_the_right(model, cache):
-    mask = padded(prompt(3)).flip(1)
-    refused("pad on the left", model, prompt(3), attention_mask=mask, past_key_values=cache)
-    mask = torch.ones_like(mask)
-    mask[1, 2] = 0
-    refused("row 1 has a zero inside the text, at slot 2", model, prompt(3), attention_mask=mask,
-            past_key_values=cache)  # fmt: skip
+HOLE = torch.ones(3, 30, dtype=torch.int64)
+HOLE[1, 2] = 0
+PACKED = torch.cat([torch.arange(17), torch.arange(13)])[None].expand(3, -1)
+
+
+@pytest.mark.parametrize(
+    ("match", "given"),
+    [
+        ("pad on the left", {"attention_mask": padded(prompt(3)).flip(1)}),
+        ("row 1 has a zero inside the text, at slot 2", {"attention_mask": HOLE}),
+        ("4 dimensions", {"attention_mask": torch.ones(3, 1, 30, 30, dtype=torch.bool)}),
+        ("neither causal", {"position_ids": PACKED, "use_cache": False, "past_key_values": None}),
+        ("output_attentions", {"output_attentions": True}),
+    ],
+)
+def test_what_a_call_of_the_model_may_not_ask_for(model, cache, match, given):
+    refused(match, model, prompt(3), **{"past_key_values": cache} | given)
+    model(prompt(), use_cache=False)  # nobody is left waiting
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral"])
@@ -170,15 +185,8 @@ def test_a_layer_that_attends_twice(comm):
     refused("DiffLlamaAttention attends twice", twice, prompt(), past_key_values=kv)
 
 
-def test_masks_of_ones_own(model, cache):
-    mask = torch.ones(1, 1, 30, 30, dtype=torch.bool)
-    refused("4 dimensions", model, prompt(), attention_mask=mask, past_key_values=cache)
-
-
 def test_patterns_that_only_a_mask_function_tells(model):
-    """Images, packed sequences: the rule has to be looked at, in every row and for every query."""
-    packed = torch.cat([torch.arange(17), torch.arange(13)])[None]
-    refused("neither causal", model, prompt(), position_ids=packed, use_cache=False)
+    """Images: the rule has to be looked at, in every row and for every query."""
 
     def image(batch_idx, head_idx, q_idx, kv_idx):
         return (q_idx < 3) & (kv_idx < 3) & (batch_idx == 1)
@@ -190,14 +198,7 @@ def test_patterns_that_only_a_mask_function_tells(model):
     refused("neither causal", masking_utils.create_causal_mask, model.config, or_mask_function=image, **given)
 
 
-def test_attention_in_chunks(comm):
-    config = transformers.Llama4TextConfig(
-        num_hidden_layers=4, attention_chunk_size=8, attn_implementation="treeattn"
-    )
-    refused("layers of 'chunked_attention' are not served", huggingface.ShardedKV, config, comm, capacity=9)
-
-
-def test_arguments_that_would_change_the_result(model, cache):
+def test_arguments_that_would_change_the_result(model):
     layer = model.model.layers[0].self_attn
     qkv = [torch.zeros(1, heads, 3, 16) for heads in (4, 2, 2)]
     attention = ALL_ATTENTION_FUNCTIONS["treeattn"]
@@ -205,7 +206,6 @@ def test_arguments_that_would_change_the_result(model, cache):
     refused("a_new_one", attention, layer, *qkv, None, a_new_one=1)
     refused("dropout", attention, layer, *qkv, None, dropout=0.1)
     refused("not causal", attention, layer, *qkv, None, is_causal=False)
-    refused("output_attentions", model, prompt(), output_attentions=True, past_key_values=cache)
     assert attention(layer, *qkv, None, position_ids=1, use_cache=True)[0].shape == (1, 3, 4, 16)
 
 
@@ -290,9 +290,7 @@ def test_ranks_with_different_prompts_and_nobody_who_asks(comm, family):
         kv.reset()
     refused("different tokens", model, prompt(3), attention_mask=mask, past_key_values=kv)
     kv.reset()
-    greedy = {"do_sample": False, "max_new_tokens": 4}
-    got = model.generate(prompt(), past_key_values=kv, **greedy)
-    assert got.tolist() == made(family).generate(prompt(), **greedy).tolist()
+    check_text(made(family), prompt(), lambda _: kv, max_new_tokens=4)
 
 
 def test_processors_that_round_otherwise_are_no_other_prompt(comm, cache):
@@ -393,11 +391,6 @@ def test_keys_that_were_changed_on_the_way_are_noticed_at_once(model, cache):
     keys, values = cache.update(torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 1, 16), 0)
     refused("changed the keys on the way", attention, layer, query, keys * 2, values, None)
     assert attention(layer, query, torch.zeros(1, 2, 1, 16), values, None)[0].shape == (1, 1, 4, 16)
-
-
-def test_a_call_that_was_refused_leaves_nobody_waiting(model, cache):
-    refused("output_attentions", model, prompt(), output_attentions=True, past_key_values=cache)
-    model(prompt(), use_cache=False)
 
 
 def test_more_threads_than_processors_are_told(comm, monkeypatch, model):
