@@ -13,7 +13,7 @@ from treeattn.cli import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 LIST = "tests/data/removed_names.txt"
-HISTORY = ("CHANGELOG.md", "docs/decisions/", "tests/data/mutants.json", LIST)
+HISTORY = ("CHANGELOG.md", "docs/decisions/", LIST)
 REMOVED = sorted(set((ROOT / LIST).read_text().splitlines()))
 
 
