@@ -226,6 +226,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_sent(comm):
             ({"layer": 0, "q": q, "k": k}, "k and v come together"),
             ({"layer": 0, "q": q}, "a sequence has fewer in layer 0"),
             ({"layer": 0, "q": q, "k": k[:, :2], "v": k}, r"k has shape \[1, 2, 2, 16\] and v"),
+            ({"layer": 0, "q": q, "k": k[:, :2], "v": k[:, :2]}, "k is of 2 tokens, and q of 3"),
             ({"layer": 0, "q": q[..., :8], "k": k, "v": k}, "q has shape"),
             ({"layer": 0, "q": q[:, :, :3], "k": k, "v": k}, "cannot be grouped over 2 KV heads"),
             ({"layer": 0, "q": q.astype("f8"), "k": k, "v": k}, "q is float64, expected float32"),
