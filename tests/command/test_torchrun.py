@@ -1,6 +1,7 @@
 """Ranks that torchrun has started: no MPI anywhere."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,8 @@ def test_schedules_and_trees_of_drafts_are_those_over_mpi(ranks):
 
 def test_whatever_takes_a_communicator_takes_a_process_group():
     torchrun(HERE / "torchrun_verbs.py", ranks=2)
+    if find_spec("transformers") is None:
+        pytest.skip("all but models of transformers, which is not installed")
 
 
 def test_ranks_in_no_process_group_are_told_what_to_call():
@@ -49,8 +52,7 @@ def test_commands_below_a_shell_make_their_groups_themselves_and_print_once():
     assert found == ["recursive_doubling", "ring"]
     assert done.stdout.count("Usage:") == 1
     assert "2 ranks that torchrun started" in " ".join(done.stdout.split())
-    alone = "treeattn compare takes a communicator of mpi4py: start the job with mpiexec"
-    assert done.stderr.count(alone) == 1
+    assert done.stderr.count("compare takes a communicator of mpi4py: start the job with mpiexec") == 1
 
 
 HUNG = """

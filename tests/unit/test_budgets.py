@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Folders -> lines of Python.
 LINES = {
     ("treeattn", "collectives"): 33_915,
-    ("tests",): 34_642,
+    ("tests",): 34_644,
     ("benchmarks",): 1_964,
     ("tools",): 443,
     ("jobs",): 1_037,
